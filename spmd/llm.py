@@ -1,0 +1,218 @@
+"""The Python interface: the same script on every rank, the same results on every rank."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+from torch import Tensor
+
+from spmd.collect import OutputCollector
+from spmd.comm.agree import agreed
+from spmd.comm.errors import UserError
+from spmd.comm.grid import Grid
+from spmd.launch.abort import install_excepthook
+from spmd.loading import load
+from spmd.options import EngineOptions
+from spmd.outputs import RequestOutput
+from spmd.request import Request
+from spmd.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """Totals of the last run over all ranks. weight_bytes: bytes of weights read by all ranks' forwards."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: float
+    weight_bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def bandwidth(self) -> float:
+        """Achieved weight bandwidth over all ranks, in bytes a second."""
+        return self.weight_bytes / self.seconds if self.seconds else 0.0
+
+
+class LLM:
+    """A model spread over all ranks of `comm` (default: the MPI world).
+
+    Every rank makes it and calls its methods with the same arguments, in the same order; where arguments
+    differ, rank 0's count. Keyword arguments are the fields of `EngineOptions`.
+
+    >>> llm = LLM("path/to/model", tp=2)
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str | None = None, *, comm: MPI.Comm | None = None, **options: Any) -> None:
+        unknown = sorted(set(options) - set(EngineOptions.__dataclass_fields__))
+        if unknown:
+            raise UserError(f"LLM: unknown option {unknown[0]!r}")
+        self._start(EngineOptions(model=model, **options), comm if comm is not None else MPI.COMM_WORLD)
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, comm: MPI.Comm | None = None) -> LLM:
+        """The same from a ready `EngineOptions`."""
+        llm = cls.__new__(cls)
+        llm._start(options, comm if comm is not None else MPI.COMM_WORLD)
+        return llm
+
+    def _start(self, options: EngineOptions, comm: MPI.Comm) -> None:
+        self.options = options
+        install_excepthook()
+        self.grid = Grid.create(
+            comm,
+            self.options.tp,
+            self.options.pp,
+            self.options.dp,
+            self.options.comm_backend,
+            self.options.timeout_s,
+        )
+        loaded = load(self.options, self.grid)
+        self.path = loaded.path
+        self.config = loaded.config
+        self.max_model_len = loaded.max_model_len
+        self.engine = loaded.engine
+        self.frontend = loaded.frontend
+        self.last_run = RunStats(0, 0, 0.0, 0)
+
+    @property
+    def is_root(self) -> bool:
+        return self.grid.world.rank == 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt, given as text or as token ids. One list of outputs, in the prompts' order,
+        the same on every rank. Raises `UserError` on every rank for a bad prompt or option."""
+        several = _as_prompt_list(prompts)
+        params = _as_params_list(sampling_params, len(several))
+
+        def build() -> list[Request]:
+            assert self.frontend is not None
+            requests = []
+            for i, (prompt, options) in enumerate(zip(several, params)):
+                if isinstance(prompt, str):
+                    requests.append(self.frontend.from_text(str(i), prompt, options))
+                else:
+                    requests.append(self.frontend.from_ids(str(i), prompt, options))
+            return requests
+
+        return self._generate(build)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations: list[Any] = [list(messages)] if one else [list(m) for m in messages]
+        params = _as_params_list(sampling_params, len(conversations))
+
+        def build() -> list[Request]:
+            assert self.frontend is not None
+            return [
+                self.frontend.from_messages(str(i), conversation, options, **template_arguments)
+                for i, (conversation, options) in enumerate(zip(conversations, params))
+            ]
+
+        return self._generate(build)
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """fp32 logits `[tokens, vocab]` of every position of one sequence, on every rank. For evaluation."""
+        with agreed(self.grid.world):
+            if not 0 < len(token_ids) <= self.max_model_len:
+                raise UserError(f"logits: {len(token_ids)} tokens given, expected 1 to {self.max_model_len}")
+            if min(token_ids) < 0 or max(token_ids) >= self.config.vocab_size:
+                raise UserError(f"logits: a token id is outside 0 to {self.config.vocab_size - 1}")
+        return self.engine.logits(np.asarray(token_ids, dtype=np.int64))
+
+    def run(
+        self,
+        build: Callable[[], list[Request]],
+        on_output: Callable[[RequestOutput], None],
+        on_tick: Callable[[], None] | None = None,
+    ) -> None:
+        """Run the requests that `build` makes on rank 0. `on_output` is called on rank 0 with each output
+        as it finishes, `on_tick` between steps. Collective."""
+        requests = self._from_root(build)
+        started = time.perf_counter()
+        steps = self.engine.steps
+        done = [0, 0]
+
+        def count(output: RequestOutput) -> None:
+            done[0] += len(output.prompt_token_ids)
+            done[1] += output.completion_tokens
+            on_output(output)
+
+        for request in assign_replica(requests, self.grid.dp_size, self.grid.dp_rank):
+            self.engine.add(request)
+        collector = OutputCollector(self.grid, count, self.options.timeout_s)
+        while self.engine.has_work:
+            collector.put(self.engine.tick())
+            if on_tick is not None:
+                on_tick()
+        self.engine.drain()
+        collector.close()
+        seconds = time.perf_counter() - started
+        read = self.engine.model.weight_bytes() * (self.engine.steps - steps)
+        totals = self.grid.world.all_gather_objects(read)
+        self.last_run = RunStats(done[0], done[1], seconds, sum(totals))
+
+    def _generate(self, build: Callable[[], list[Request]]) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        self.run(build, outputs.append)
+        outputs.sort(key=lambda output: int(output.request_id))
+        return self.grid.world.broadcast_object(outputs)
+
+    def _from_root(self, make: Callable[[], T]) -> T:
+        value = None
+        with agreed(self.grid.world):
+            if self.is_root:
+                value = make()
+        return self.grid.world.broadcast_object(value)
+
+
+def assign_replica(requests: Sequence[Request], replicas: int, mine: int) -> list[Request]:
+    """The requests of replica `mine`: the longest first to the least loaded, in their given order then."""
+    cost = [(len(r.prompt_token_ids) + r.max_tokens) * r.params.n for r in requests]
+    loads = [(0, replica) for replica in range(replicas)]
+    owner = [0] * len(requests)
+    for index in sorted(range(len(requests)), key=lambda i: (-cost[i], i)):
+        load_, replica = heapq.heappop(loads)
+        owner[index] = replica
+        heapq.heappush(loads, (load_ + cost[index], replica))
+    return [request for request, replica in zip(requests, owner) if replica == mine]
+
+
+def _as_prompt_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(item, (int, np.integer)) for item in prompts):
+        return [prompts]
+    return prompts
+
+
+def _as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UserError(f"sampling_params: {len(params)} given for {count} prompts")
+    return list(params)

@@ -1,0 +1,186 @@
+"""From options to a model that is ready to run on this rank: the start-up every rank goes through."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from spmd.checkpoint.open import Checkpoint, open_checkpoint
+from spmd.checkpoint.resolve import resolve_model
+from spmd.checkpoint.weights import ExpectedWeights, WeightReader, check_complete
+from spmd.comm.agree import agreed
+from spmd.comm.errors import UserError
+from spmd.comm.grid import Grid
+from spmd.comm.group import make_group
+from spmd.comm.partition import Partition
+from spmd.config import ModelConfig
+from spmd.engine import Engine
+from spmd.frontend import Frontend
+from spmd.kv_cache import BLOCK_SIZE, BlockPool, KVCache
+from spmd.launch.cores import bind_cores
+from spmd.memory import available_bytes, choose_num_blocks
+from spmd.models.decoder import HEAD, ModelPartitions, StageModel
+from spmd.models.stages import split_layers
+from spmd.options import EngineOptions
+from spmd.sampler import Sampler
+from spmd.scheduler import Scheduler
+from spmd.layers.weights import Placement
+from spmd.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass
+class LoadedModel:
+    """What start-up yields on every rank; `frontend` on rank 0 only."""
+
+    path: Path
+    config: ModelConfig
+    engine: Engine
+    frontend: Frontend | None
+    max_model_len: int
+
+
+def load(options: EngineOptions, grid: Grid) -> LoadedModel:
+    """Open, check and load the model. Collective over the grid; every mistake of the user's is a
+    `UserError` on every rank."""
+    torch.set_num_threads(bind_cores(grid.node, options.threads))
+    path = _resolve(options.model, grid)
+    with agreed(grid.world):
+        checkpoint = open_checkpoint(path)
+        config = ModelConfig.from_dict(checkpoint.config, checkpoint.generation_config)
+    stored_head = HEAD in set(checkpoint.source.names())
+    with agreed(grid.world):
+        layers = split_layers(config, grid.pp_size, list(options.pp_split) if options.pp_split else None)
+        parts = ModelPartitions.build(config, grid.tp_size, layers)
+        if grid.world.rank == 0:
+            for warning in _check_tensors(config, checkpoint, stored_head):
+                print(f"spmd: warning: {warning}", file=sys.stderr)
+        placement = Placement(
+            _dtype(options.dtype, config.dtype), _device(options.device, grid.node_rank), grid.tp
+        )
+    with agreed(grid.world):
+        weights = WeightReader(checkpoint.source)
+        model = StageModel(config, parts, grid.pp_rank, placement, weights, stored_head)
+        tokenizer = load_tokenizer(path, checkpoint.gguf_metadata) if grid.world.rank == 0 else None
+        state = tokenizer.to_state() if tokenizer is not None else None
+    checkpoint.close()
+    state = grid.world.broadcast_object(state)
+    max_model_len, pool, cache = _make_cache(options, grid, config, parts, placement)
+    sampler = None
+    if model.last:
+        size = state["size"] if state is not None else config.vocab_size
+        sampler = Sampler(parts.vocab, grid.tp, min(size, config.vocab_size))
+    engine = Engine(
+        grid,
+        model,
+        cache,
+        Scheduler(
+            pool, grid.pp_size, options.max_batch_tokens, options.max_running, model.rotary.switch_length
+        ),
+        parts.vocab,
+        sampler,
+        _TokenizerOnDemand(tokenizer, state) if state is not None else None,
+    )
+    frontend = None
+    if grid.world.rank == 0:
+        frontend = Frontend(
+            config, max_model_len, tokenizer, path, checkpoint.gguf_metadata, options.chat_template
+        )
+    return LoadedModel(path, config, engine, frontend, max_model_len)
+
+
+class _TokenizerOnDemand:
+    """Builds the tokenizer that rank 0 sent when this rank first needs text, and keeps it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, state: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._state = state
+
+    def __call__(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_state(self._state)
+        return self._tokenizer
+
+
+def _resolve(model: str | None, grid: Grid) -> Path:
+    path = None
+    with agreed(grid.world):
+        if grid.world.rank == 0:
+            path = resolve_model(model)
+    return Path(grid.world.broadcast_object(path))
+
+
+def _check_tensors(config: ModelConfig, checkpoint: Checkpoint, stored_head: bool) -> list[str]:
+    """Compare the checkpoint with every tensor the model needs, found by a dry run of its construction."""
+    if not stored_head and not config.tie_word_embeddings:
+        raise UserError(
+            f"{checkpoint.path}: tensor {HEAD} is missing, and the config does not tie it to the embedding"
+        )
+    expected = ExpectedWeights()
+    alone = ModelPartitions.build(config, 1, Partition.even(config.num_layers, 1))
+    nowhere = Placement(torch.float32, torch.device("meta"), make_group(MPI.COMM_SELF))
+    StageModel(config, alone, 0, nowhere, expected, stored_head)
+    warnings = check_complete(expected.shapes, checkpoint.source)
+    if stored_head and config.tie_word_embeddings and _heads_differ(checkpoint):
+        warnings.append(f"{checkpoint.path}: the config ties {HEAD} to the embedding, but another is stored; it is used")
+    return warnings
+
+
+def _heads_differ(checkpoint: Checkpoint) -> bool:
+    from spmd.models.decoder import EMBEDDING
+
+    rows = checkpoint.source.shape(HEAD)[0]
+    step = 8192
+    for start in range(0, rows, step):
+        index = (slice(start, min(rows, start + step)), slice(0, checkpoint.source.shape(HEAD)[1]))
+        if not torch.equal(checkpoint.source.read(HEAD, index), checkpoint.source.read(EMBEDDING, index)):
+            return True
+    return False
+
+
+def _dtype(wanted: str, stored: str | None) -> torch.dtype:
+    name = wanted if wanted != "auto" else (stored or "float32")
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise UserError(f"the checkpoint's dtype {name!r} cannot be computed in; give --dtype")
+    return known[name]
+
+
+def _device(wanted: str, node_rank: int) -> torch.device:
+    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+        count = torch.cuda.device_count()
+        if node_rank >= count and count != 1:
+            raise UserError(
+                f"--device cuda: rank {node_rank} of this node has no GPU, {count} are visible; start fewer ranks "
+                f"a node or use --device cpu"
+            )
+        return torch.device("cuda", min(node_rank, count - 1))
+    return torch.device("cpu")
+
+
+def _make_cache(
+    options: EngineOptions, grid: Grid, config: ModelConfig, parts: ModelPartitions, placement: Placement
+) -> tuple[int, BlockPool, KVCache]:
+    start, stop = parts.heads.kv_range(grid.tp_rank)
+    num_layers, num_kv_heads = parts.layers.count(grid.pp_rank), stop - start
+    wanted_len = min(options.max_model_len or config.context_limit, config.context_limit)
+    block_bytes = KVCache.bytes_per_block(num_layers, num_kv_heads, config.head_dim, placement.dtype)
+    with agreed(grid.world):
+        if options.max_model_len is not None and options.max_model_len > config.context_limit:
+            raise UserError(
+                f"--max-model-len {options.max_model_len}: the model's limit is {config.context_limit} positions"
+            )
+        blocks = choose_num_blocks(
+            block_bytes,
+            available_bytes(placement.device, grid.node_size),
+            options.kv_memory,
+            options.max_running * grid.pp_size,
+            wanted_len,
+        )
+    blocks = min(grid.world.all_gather_objects(blocks))
+    cache = KVCache(num_layers, blocks, num_kv_heads, config.head_dim, placement.dtype, placement.device)
+    return min(wanted_len, blocks * BLOCK_SIZE), BlockPool(blocks), cache

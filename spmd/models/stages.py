@@ -1,0 +1,31 @@
+"""Divide a model's layers over pipeline stages by cost."""
+
+from __future__ import annotations
+
+from spmd.comm.errors import UserError
+from spmd.comm.partition import Partition
+from spmd.config import ModelConfig
+
+
+def split_layers(config: ModelConfig, stages: int, counts: list[int] | None = None) -> Partition:
+    """Layers of each stage, every layer on exactly one.
+
+    The cost of a layer is the weights it reads; the head is counted on the last stage (the embedding
+    reads one row a token and costs nothing). `counts` fixes the number of layers by hand.
+    Raises `UserError` when counts do not fit or there are more stages than layers.
+    """
+    layers = config.num_layers
+    if counts is not None:
+        if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+            raise UserError(
+                f"--pp-split {','.join(map(str, counts))}: expected {stages} numbers of at least 1 "
+                f"that sum to the model's {layers} layers"
+            )
+        return Partition.from_counts(counts)
+    if stages > layers:
+        raise UserError(f"--pp {stages}: the model has {layers} layers, so at most {layers} pipeline stages")
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    layer = float(attention + 3 * config.hidden_size * config.intermediate_size)
+    head = float(config.vocab_size * config.hidden_size)
+    # The head rides on the last layer, so a contiguous split places it on the last stage.
+    return Partition.weighted([layer] * (layers - 1) + [layer + head], stages)

@@ -1,0 +1,54 @@
+"""How to run a model: one dataclass, made by an entry point and passed whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spmd.comm.errors import UserError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of a run, the same on every rank.
+
+    model: None for the small default model, a Hugging Face folder, a `.gguf` file or a hub id.
+    tp, pp, dp: sizes of the grid; tp and pp default to 1, dp to what is left of the world.
+    dtype: auto, float32, bfloat16 or float16. device: auto, cpu or cuda.
+    max_model_len: longest prompt plus output, in tokens; default the model's own limit.
+    kv_memory: bytes of KV cache per rank; default from what is free.
+    max_batch_tokens, max_running: tokens and sequences of one micro-batch.
+    timeout_s: seconds without an answer from another rank after which the job is given up.
+    """
+
+    model: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    kv_memory: int | None = None
+    max_batch_tokens: int = 2048
+    max_running: int = 64
+    pp_split: tuple[int, ...] | None = None
+    chat_template: str | None = None
+    threads: int | None = None
+    comm_backend: str = "auto"
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise UserError(f"device {self.device!r}: expected one of {', '.join(DEVICES)}")
+        if self.comm_backend not in BACKENDS:
+            raise UserError(f"comm_backend {self.comm_backend!r}: expected one of {', '.join(BACKENDS)}")
+        for name in ("max_model_len", "kv_memory", "max_batch_tokens", "max_running", "threads", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name}: {value} is not positive")
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "shm", "mpi")

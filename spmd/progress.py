@@ -1,0 +1,54 @@
+"""Progress and closing figures of a run, on rank 0's stderr."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from spmd.llm import LLM
+from spmd.outputs import RequestOutput
+
+
+class RunProgress:
+    """A bar over requests with the tokens generated so far and their rate; drawn on a terminal only."""
+
+    def __init__(self, llm: LLM, total: int) -> None:
+        from tqdm import tqdm
+
+        self._llm = llm
+        self._finished = 0
+        shown = llm.is_root and sys.stderr.isatty()
+        self._bar = tqdm(total=total, unit="req", file=sys.stderr, disable=not shown, leave=False)
+        self._start = llm.engine.tokens_sampled
+
+    def finished(self, output: RequestOutput) -> None:
+        self._finished += 1
+        self._bar.update(1)
+
+    def tick(self) -> None:
+        if not self._bar.disable:
+            tokens = (self._llm.engine.tokens_sampled - self._start) * self._llm.grid.dp_size
+            elapsed = self._bar.format_dict["elapsed"] or 1e-9
+            self._bar.set_postfix_str(f"{tokens} tokens, {tokens / elapsed:.1f} tokens/s", refresh=False)
+            self._bar.update(0)
+
+    def __enter__(self) -> RunProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+
+def print_summary(llm: LLM) -> None:
+    """The closing line: what was done, how fast, and the weight bandwidth all ranks reached together."""
+    if llm.is_root:
+        run = llm.last_run
+        print(
+            f"spmd: {llm.grid.dp_size} x {llm.grid.pp_size} x {llm.grid.tp_size} ranks (dp x pp x tp), "
+            f"{run.prompt_tokens} prompt tokens, {run.generated_tokens} generated tokens in {run.seconds:.2f} s: "
+            f"{run.tokens_per_second:.1f} tokens/s, weights read at {run.bandwidth / 1e9:.1f} GB/s",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,159 @@
+"""Decides what each micro-batch holds. Deterministic: every rank of a replica runs it and agrees.
+
+Sequences are spread over `num_lanes` lanes; a lane has at most one micro-batch in flight, so as many
+lanes as pipeline stages keep every stage busy. Batching is continuous (Orca, Yu et al. 2022): sequences
+join and leave between steps, and long prompts are computed in chunks under a token budget.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from spmd.kv_cache import BlockPool, blocks_for
+from spmd.request import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Positions [start, stop) of a sequence to compute in one micro-batch."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        """The chunk reaches the sequence's end, so its last token's logits choose the next one."""
+        return self.stop == self.sequence.num_tokens
+
+
+class Scheduler:
+    """Waiting and running sequences, and the cache blocks they hold."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_lanes: int,
+        max_batch_tokens: int,
+        max_running: int,
+        rope_switch_length: int | None = None,
+    ) -> None:
+        """max_batch_tokens and max_running (sequences) are per lane. When a sequence grows past
+        rope_switch_length, its keys are computed anew, since they were rotated for short inputs."""
+        self.pool = pool
+        self.max_batch_tokens = max_batch_tokens
+        self.max_running = max_running
+        self.rope_switch_length = rope_switch_length
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[list[Sequence]] = [[] for _ in range(num_lanes)]
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises ValueError when the cache could never hold it."""
+        longest = len(sequence.request.prompt_token_ids) + sequence.request.max_tokens
+        if blocks_for(longest) > self.pool.num_blocks:
+            raise ValueError(f"{longest} tokens can never fit in {self.pool.num_blocks} cache blocks")
+        self.waiting.append(sequence)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + sum(map(len, self.running))
+
+    def schedule(self, lane: int) -> list[Chunk]:
+        """The lane's next micro-batch, single-token chunks first. Blocks for it are allocated."""
+        chunks: dict[int, Chunk] = {}
+        budget = self.max_batch_tokens
+        preempted = False
+        for sequence in sorted(self.running[lane], key=_prefilling):
+            if sequence not in self.running[lane]:
+                continue  # preempted by one before it
+            self._restart_if_rope_switches(sequence)
+            count = min(sequence.num_tokens - sequence.num_computed, budget)
+            if count == 0:
+                continue
+            while not self._reserve(sequence, sequence.num_computed + count):
+                victim = self.running[lane][-1]
+                self._preempt(lane, victim)
+                preempted = True
+                dropped = chunks.pop(id(victim), None)
+                budget += dropped.stop - dropped.start if dropped else 0
+                if victim is sequence:
+                    break
+            else:
+                chunks[id(sequence)] = self._chunk(sequence, count)
+                budget -= count
+        while self.waiting and budget and not preempted and self._has_room(lane):
+            sequence = self.waiting[0]
+            # Room for all its tokens and the next one, or it would be thrown out again at once.
+            if blocks_for(sequence.num_tokens + 1) > self.pool.num_free:
+                break
+            self.waiting.popleft()
+            self.running[lane].append(sequence)
+            count = min(sequence.num_tokens, budget)
+            self._reserve(sequence, count)
+            chunks[id(sequence)] = self._chunk(sequence, count)
+            budget -= count
+        return sorted(chunks.values(), key=lambda chunk: chunk.stop - chunk.start > 1)
+
+    def computed(self, chunks: list[Chunk]) -> None:
+        """The chunks' keys and values are in the cache. Call before sampled tokens are appended."""
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.stop
+
+    def release_finished(self, lane: int) -> list[Sequence]:
+        """Take finished sequences out of the lane and free their blocks."""
+        finished = [s for s in self.running[lane] if s.finish_reason is not None]
+        self.running[lane] = [s for s in self.running[lane] if s.finish_reason is None]
+        for sequence in finished:
+            self._release_blocks(sequence)
+        return finished
+
+    def check(self) -> None:
+        """Raise AssertionError if a block is lost or held twice, or a sequence lacks blocks."""
+        sequences = [s for lane in self.running for s in lane]
+        self.pool.check([s.blocks for s in sequences])
+        for sequence in sequences:
+            if len(sequence.blocks) < blocks_for(sequence.num_computed):
+                raise AssertionError(f"{sequence.request.request_id}: computed tokens without blocks")
+        if any(s.blocks or s.num_computed for s in self.waiting):
+            raise AssertionError("a waiting sequence holds blocks")
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        switch = self.rope_switch_length
+        sequence.long_rope = switch is not None and sequence.num_tokens > switch
+        return Chunk(sequence, sequence.num_computed, sequence.num_computed + count)
+
+    def _has_room(self, lane: int) -> bool:
+        # An equal share for each lane, so that no pipeline slot runs empty while another is full.
+        share = -(-self.num_unfinished // len(self.running))
+        return len(self.running[lane]) < min(share, self.max_running)
+
+    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+        missing = blocks_for(tokens) - len(sequence.blocks)
+        if missing > self.pool.num_free:
+            return False
+        if missing > 0:
+            sequence.blocks += self.pool.allocate(missing)
+        return True
+
+    def _restart_if_rope_switches(self, sequence: Sequence) -> None:
+        switch = self.rope_switch_length
+        if switch is not None and sequence.num_tokens > switch and not sequence.long_rope:
+            sequence.num_computed = 0
+
+    def _preempt(self, lane: int, sequence: Sequence) -> None:
+        # By recomputation: its tokens are kept, its keys and values are not.
+        self.running[lane].remove(sequence)
+        self._release_blocks(sequence)
+        sequence.num_computed = 0
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.blocks)
+        sequence.blocks = []
+
+
+def _prefilling(sequence: Sequence) -> bool:
+    return sequence.num_tokens - sequence.num_computed > 1
