@@ -17,7 +17,7 @@ class SamplingParams:
     after temperature (as in `transformers`). repetition_penalty counts prompt and output once per id
     (CTRL, Keskar et al. 2019); presence_penalty and frequency_penalty count output tokens only (OpenAI).
     max_tokens None generates up to the context limit. logprobs None reports none, k reports the sampled
-    token's and the k best.
+    token's and the k best. logit_bias is added to the logits; -100 forbids an id. Seeds count modulo 2**64.
     """
 
     n: int = 1
@@ -60,11 +60,15 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, vocab_size)
+        if not isinstance(self.logit_bias, Mapping):
+            raise UserError(f"logit_bias: {self.logit_bias!r} is not a mapping of token ids to numbers")
         for token_id, bias in self.logit_bias.items():
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        _check_list("stop_token_ids", self.stop_token_ids, "token ids")
         for token_id in self.stop_token_ids:
             _check_token_id("stop_token_ids", token_id, vocab_size)
+        _check_list("stop", self.stop, "strings")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise UserError(f"stop: {text!r} is not a non-empty string")
@@ -81,10 +85,19 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 def _check_real(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise UserError(f"{name}: {value!r} is not a number")
-    if math.isinf(value) or not (low <= value <= high) or (open_low and value == low):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer too long for a float
+        finite = False
+    if not finite or not (low <= value <= high) or (open_low and value == low):
         left = "greater than" if open_low else "at least"
         expected = f"{left} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
         raise UserError(f"{name}: {value} is out of range, expected {expected}")
+
+
+def _check_list(name: str, value: object, of: str) -> None:
+    if not isinstance(value, (tuple, list)):
+        raise UserError(f"{name}: {value!r} is not a tuple or list of {of}")
 
 
 def _check_token_id(name: str, value: object, vocab_size: int) -> None:
