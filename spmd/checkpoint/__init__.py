@@ -1,0 +1,1 @@
+"""Checkpoints: every supported file format presented as tensors under Hugging Face names."""
