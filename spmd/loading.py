@@ -66,14 +66,13 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         weights = WeightReader(checkpoint.source)
         model = StageModel(config, parts, grid.pp_rank, placement, weights, stored_head)
         tokenizer = load_tokenizer(path, checkpoint.gguf_metadata) if grid.world.rank == 0 else None
-        state = tokenizer.to_state() if tokenizer is not None else None
+        sent = (tokenizer.to_state(), tokenizer.size) if tokenizer is not None else (None, config.vocab_size)
     checkpoint.close()
-    state = grid.world.broadcast_object(state)
+    state, known_ids = grid.world.broadcast_object(sent)
     max_model_len, pool, cache = _make_cache(options, grid, config, parts, placement)
     sampler = None
     if model.last:
-        size = state["size"] if state is not None else config.vocab_size
-        sampler = Sampler(parts.vocab, grid.tp, min(size, config.vocab_size))
+        sampler = Sampler(parts.vocab, grid.tp, min(known_ids, config.vocab_size))
     engine = Engine(
         grid,
         model,
