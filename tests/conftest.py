@@ -22,9 +22,9 @@ def pytest_report_header() -> str:
     return f"MPI: {MPI.get_vendor()[0]} {version}, rank {WORLD.rank} of {WORLD.size}"
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     if WORLD.rank != 0:
-        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the process)
 
