@@ -27,6 +27,7 @@ from spmd.memory import available_bytes, choose_num_blocks
 from spmd.models.decoder import HEAD, ModelPartitions, StageModel
 from spmd.models.stages import split_layers
 from spmd.options import EngineOptions
+from spmd.progress import ReportedWeights
 from spmd.sampler import Sampler
 from spmd.scheduler import Scheduler
 from spmd.layers.weights import Placement
@@ -63,8 +64,9 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
             _dtype(options.dtype, config.dtype), _device(options.device, grid.node_rank), grid.tp
         )
     with agreed(grid.world):
-        weights = WeightReader(checkpoint.source)
+        weights = ReportedWeights(WeightReader(checkpoint.source), shown=grid.world.rank == 0)
         model = StageModel(config, parts, grid.pp_rank, placement, weights, stored_head)
+        weights.close()
         tokenizer = load_tokenizer(path, checkpoint.gguf_metadata) if grid.world.rank == 0 else None
         sent = (tokenizer.to_state(), tokenizer.size) if tokenizer is not None else (None, config.vocab_size)
     checkpoint.close()

@@ -4,9 +4,41 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from spmd.llm import LLM
+import torch
+from torch import Tensor
+
+from spmd.layers.weights import Weights
 from spmd.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from spmd.llm import LLM
+
+
+class ReportedWeights:
+    """Weights that show, on a terminal, how much has been read and how fast."""
+
+    def __init__(self, weights: Weights, shown: bool) -> None:
+        from tqdm import tqdm
+
+        self._weights = weights
+        disable = not (shown and sys.stderr.isatty())
+        self._bar = tqdm(desc="weights", unit="B", unit_scale=True, file=sys.stderr, disable=disable, leave=False)
+
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        index: tuple[slice, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        tensor = self._weights.get(name, shape, index, dtype)
+        self._bar.update(tensor.numel() * tensor.element_size())
+        return tensor
+
+    def close(self) -> None:
+        self._bar.close()
 
 
 class RunProgress:

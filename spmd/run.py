@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from spmd.launch.abort import run_guarded
+from spmd.launch.mpi import require_mpi
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,6 +151,9 @@ _counts.__name__, _bias.__name__, _bytes.__name__ = "list of numbers", "ID=BIAS"
 
 def cli() -> None:
     """Entry point: every rank runs it."""
+    require_mpi()
+    from spmd.launch.abort import run_guarded
+
     if any(word in ("-h", "--help") for word in sys.argv[1:]):
         _help_once()
     run_guarded(main)
