@@ -194,8 +194,9 @@ class Engine:
         outputs = []
         for sequence in finished:
             request = sequence.request
-            sequences = self._sequences[request.request_id]
-            if any(s.finish_reason is None for s in sequences):
+            # Gone when its last continuations finished together: the first of them has reported it.
+            sequences = self._sequences.get(request.request_id)
+            if sequences is None or any(s.finish_reason is None for s in sequences):
                 continue
             del self._sequences[request.request_id]
             outputs.append(to_output(request, sequences, self._final_texts(sequences)))
