@@ -6,49 +6,55 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
+from typing import NoReturn
 
 from mpi4py import MPI
 
 from spmd.comm.errors import UserError
+from spmd.launch.shared_files import unlink_shared_files
 
+EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # as shells report SIGINT
 _GRACE_S = 5.0
+_ARRIVED_TAG = 32767  # the highest that every MPI library has
 
 
 def run_guarded(main: Callable[[], int]) -> None:
     """Run `main` on this rank and end the process with its exit code.
 
     A `UserError` (raised on every rank) is printed by rank 0 and ends with code 2. Anything else prints
-    this rank's traceback and aborts the whole job with code 1.
+    this rank's traceback and aborts the whole job with code 1; an interrupt prints one line, code 130.
     """
     try:
         code = main()
     except UserError as error:
         code = _report_user_error(error)
-    except SystemExit:
-        raise
-    except BaseException:
-        _abort(sys.exc_info())
-        raise  # not reached: abort ends the process
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            _abort(error)
+        code = 0
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
 
 
 def install_excepthook() -> None:
-    """Make an uncaught exception in a user's own script end the job, as `run_guarded` does."""
-    previous = sys.excepthook
+    """Make an uncaught exception in a user's own script end the job, as `run_guarded` does.
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if MPI.COMM_WORLD.size == 1:
-            previous(kind, error, trace)
-        elif isinstance(error, UserError):
-            _report_user_error(error)
-        else:
-            _abort((kind, error, trace))
+    Without effect in a job of one rank. `sys.exit` is no uncaught exception to Python: a rank that leaves
+    by it is missed by the others when their time limit is over.
+    """
+    if MPI.COMM_WORLD.size > 1:
+        sys.excepthook = _end_job
 
-    sys.excepthook = hook
+
+def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, UserError):
+        sys.exit(_report_user_error(error))
+    _abort(error)
 
 
 def _report_user_error(error: UserError) -> int:
@@ -59,28 +65,47 @@ def _report_user_error(error: UserError) -> int:
         # The other ranks know nothing of this error, so rank 0 may not have printed it.
         if world.rank != 0:
             print(f"spmd: error on rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        world.Abort(EXIT_USER_ERROR)
+        _end_all_ranks(EXIT_USER_ERROR)
     return EXIT_USER_ERROR
 
 
-def _all_arrived(world: MPI.Comm) -> bool:
-    barrier = world.Ibarrier()
+def _all_arrived(world: MPI.Intracomm) -> bool:
+    """Whether every rank comes here too within a few seconds. Not a barrier: one that other ranks wait in
+    for another reason would be completed by it."""
+    if world.rank == 0:
+        others = range(1, world.size)
+        return _wait([world.irecv(source=rank, tag=_ARRIVED_TAG) for rank in others]) and _wait(
+            [world.isend(None, rank, _ARRIVED_TAG) for rank in others]
+        )
+    return _wait([world.isend(None, 0, _ARRIVED_TAG), world.irecv(source=0, tag=_ARRIVED_TAG)])
+
+
+def _wait(requests: list[MPI.Request]) -> bool:
     deadline = time.monotonic() + _GRACE_S
-    while not barrier.Test():
+    while not all(request.test()[0] for request in requests):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.005)
     return True
 
 
-def _abort(
-    error: tuple[type[BaseException], BaseException, TracebackType | None]
-    | tuple[type[BaseException] | None, BaseException | None, TracebackType | None],
-) -> None:
+def _abort(error: BaseException) -> NoReturn:
     world = MPI.COMM_WORLD
-    text = "".join(traceback.format_exception(error[1]))
-    sys.stdout.flush()
-    print(f"spmd: rank {world.rank} of {world.size} failed\n{text}", end="", file=sys.stderr, flush=True)
+    code = EXIT_FAULT
+    if isinstance(error, KeyboardInterrupt):
+        code = EXIT_INTERRUPTED
+        text = f"spmd: rank {world.rank} of {world.size} was interrupted\n"
+    else:
+        trace = "".join(traceback.format_exception(error))
+        text = f"spmd: rank {world.rank} of {world.size} failed\n{trace}"
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    print(text, end="", file=sys.stderr, flush=True)
     if world.size > 1:
-        world.Abort(1)
-    sys.exit(1)
+        _end_all_ranks(code)
+    sys.exit(code)
+
+
+def _end_all_ranks(code: int) -> NoReturn:
+    unlink_shared_files()
+    MPI.COMM_WORLD.Abort(code)

@@ -17,6 +17,7 @@ from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
 from spmd.comm.grid import Grid
 from spmd.launch.abort import install_excepthook
+from spmd.launch.shared_files import unlink_shared_files
 from spmd.loading import load
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
@@ -25,6 +26,9 @@ from spmd.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
+
+# On import: a script may fail on one rank before it makes its LLM, while the others wait for it in theirs.
+install_excepthook()
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,6 @@ class LLM:
 
     def _start(self, options: EngineOptions, comm: MPI.Comm) -> None:
         self.options = options
-        install_excepthook()
         self.grid = Grid.create(
             comm,
             self.options.tp,
@@ -80,6 +83,8 @@ class LLM:
             self.options.comm_backend,
             self.options.timeout_s,
         )
+        if self.grid.node_rank == 0:
+            unlink_shared_files()
         loaded = load(self.options, self.grid)
         self.path = loaded.path
         self.config = loaded.config
