@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import Any, NoReturn
 
@@ -137,12 +138,13 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _bytes(text: str) -> int:
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
+    units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
     upper = text.strip().upper()
-    for unit in sorted(units, key=len, reverse=True):
-        if upper.endswith(unit):
-            return int(float(upper[: -len(unit)]) * units[unit])
-    return int(upper)
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    number = float(upper.removesuffix(unit)) * units.get(unit, 1)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return int(number)
 
 
 # What argparse calls these types when a value does not parse.
