@@ -32,7 +32,9 @@ class Finished:
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment, less what an MPI launcher has put there, with the checkout importable."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    )
     environment.update(extra or {})
     return environment
 
@@ -86,5 +88,10 @@ def mpirun(
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
     """`mpirun -n ranks python arguments...`; one rank runs without mpirun."""
+    return run(command_line(ranks, arguments), timeout_s, cwd, environment)
+
+
+def command_line(ranks: int, arguments: Sequence[str]) -> list[str]:
+    """What `mpirun` above runs."""
     launcher = [] if ranks == 1 else [*_mpirun(), "-n", str(ranks)]
-    return run([*launcher, sys.executable, *arguments], timeout_s, cwd, environment)
+    return [*launcher, sys.executable, *arguments]
