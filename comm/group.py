@@ -1,0 +1,323 @@
+"""The one interface for communication that layers see: collectives and messages on torch tensors."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from spmd.comm.errors import UserError
+from spmd.comm.objects import broadcast_object, gather_objects
+from spmd.comm.pending import PendingRecv, PendingSend, byte_pieces, host_copy, host_like, on_host
+from spmd.comm.reduce import check_summable, max_into, sum_into
+from spmd.comm.waiting import meet, wait_until
+
+BACKENDS = ("auto", "shm", "mpi", "nccl")
+DEFAULT_TIMEOUT_S = 600.0
+
+Combine = Callable[[Tensor, Sequence[Tensor]], None]
+
+
+class Group(ABC):
+    """Ranks that communicate. Collectives are called by all of them in the same order, with the same shapes.
+
+    Reductions run in rank order, 16-bit floats in fp32: every rank gets the same bits, in every run. All
+    waits give the core away and raise `HangError` after `timeout_s` seconds; the group is unusable then.
+    Tensors on a GPU, and non-contiguous ones, are staged through host memory.
+
+    Attributes: `rank` and `size` in the group; `comm`, a communicator of its own; `ranks`, the
+    members' ranks in the whole job; `name`, used in messages; `backend`: "single", "shm" or "mpi".
+    """
+
+    backend: str
+
+    def __init__(
+        self, comm: MPI.Intracomm, name: str = "group", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        self.comm = comm
+        self.name = name
+        self.timeout_s = timeout_s
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        world, mine = MPI.COMM_WORLD.Get_group(), comm.Get_group()
+        self.ranks: tuple[int, ...] = tuple(MPI.Group.Translate_ranks(mine, None, world))
+        world.Free()
+        mine.Free()
+        self._abandoned: list[MPI.Request] = []  # MPI may still use the memory of a request that hung
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place; returns `x`. fp64, fp32, bf16, fp16 and integers."""
+        return self._reduce_in_place(x, sum_into)
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """Element-wise maximum over ranks, in place; returns `x`. A NaN stays."""
+        return self._reduce_in_place(x, max_into)
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int], dim: int = 0) -> Tensor:
+        """Concatenate the ranks' tensors along `dim`, of which rank r has `sizes[r]` (0 allowed).
+
+        Any dtype. Returns a contiguous tensor (`x` itself in a group of one).
+        Raises `ValueError` when `x.shape[dim]` is not `sizes[rank]`.
+        """
+        dim = self._checked_dim(x, sizes, dim, whole=False)
+        counts, leading = _counts(x, sizes, dim)
+        mine = x if on_host(x) else host_copy(x)
+        gathered = torch.empty(sum(counts), dtype=x.dtype)
+        if gathered.numel():
+            self._all_gather(mine.view(-1), counts, gathered)
+        if leading == 1:
+            result = gathered.view(_with(x, dim, sum(sizes)))
+        else:
+            parts = zip(gathered.split(counts), sizes)
+            result = torch.cat([part.view(_with(x, dim, size)) for part, size in parts], dim)
+        return result.to(x.device)
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dim: int = 0) -> Tensor:
+        """Sum over ranks, of which rank r gets its `sizes[r]` slices along `dim`; `x` has `sum(sizes)` there.
+
+        Returns a contiguous tensor (`x` itself in a group of one).
+        Raises `ValueError` when the sizes do not add up.
+        """
+        check_summable(x.dtype)
+        dim = self._checked_dim(x, sizes, dim, whole=True)
+        counts, leading = _counts(x, sizes, dim)
+        if leading == 1:
+            flat = (x if on_host(x) else host_copy(x)).view(-1)
+        else:
+            flat = torch.cat([part.reshape(-1) for part in x.split(list(sizes), dim)]).cpu()
+        result = torch.empty(counts[self.rank], dtype=x.dtype)
+        if flat.numel():
+            self._reduce_scatter(flat, counts, result)
+        return result.view(_with(x, dim, sizes[self.rank])).to(x.device)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        """The root's values on every rank, in place; returns `x`. Any dtype."""
+        self._check_peer(root)
+        host = x if on_host(x) else host_copy(x) if self.rank == root else host_like(x)
+        if x.numel():
+            self._broadcast(host.view(-1), root)
+        if host is not x and self.rank != root:
+            x.copy_(host)
+        return x
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank of the group has called it."""
+
+    def isend(self, x: Tensor, peer: int, tag: int = 0) -> PendingSend:
+        """Start sending `x` to rank `peer` of the group.
+
+        Keep the handle, and leave `x` unchanged, until it is done.
+        Messages between two ranks with one tag arrive in the order they were sent.
+        """
+        self._check_peer(peer)
+        host = x if on_host(x) else host_copy(x)
+        requests = [self.comm.Isend(piece, peer, tag) for piece in byte_pieces(host)]
+        return PendingSend(requests, host, f"send to {self._describe(peer)}, tag {tag}", self.timeout_s)
+
+    def irecv(self, x: Tensor, peer: int, tag: int = 0) -> PendingRecv:
+        """Start receiving into `x` from rank `peer` of the group. Keep the handle until it is done."""
+        self._check_peer(peer)
+        host = x if on_host(x) else host_like(x)
+        requests = [self.comm.Irecv(piece, peer, tag) for piece in byte_pieces(host)]
+        return PendingRecv(
+            requests, x, host, f"receive from {self._describe(peer)}, tag {tag}", self.timeout_s
+        )
+
+    def send(self, x: Tensor, peer: int, tag: int = 0) -> None:
+        """Send and wait until `x` may be reused."""
+        self.isend(x, peer, tag).wait()
+
+    def recv(self, x: Tensor, peer: int, tag: int = 0) -> Tensor:
+        """Receive into `x`, wait for it and return it."""
+        return self.irecv(x, peer, tag).wait()
+
+    def broadcast_object(self, obj: Any, root: int = 0, timeout_s: float | None = None) -> Any:
+        """The root's picklable `obj` on every rank (the root gets the very object it gave).
+
+        `timeout_s` replaces the group's limit: `math.inf` on ranks that idle until there is news.
+        """
+        self._check_peer(root)
+        what = f"broadcast of an object from {self._describe(root)}"
+        return broadcast_object(self.comm, obj, root, lambda request: self._wait(request, what, timeout_s))
+
+    def gather_objects(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Every rank's picklable `obj`, in rank order, on `root`; None elsewhere."""
+        self._check_peer(root)
+        what = f"gather of objects to {self._describe(root)}"
+        return gather_objects(self.comm, obj, root, lambda request: self._wait(request, what))
+
+    def all_gather_objects(self, obj: Any) -> list[Any]:
+        """Every rank's picklable `obj`, in rank order, on every rank."""
+        gathered = gather_objects(
+            self.comm, obj, None, lambda request: self._wait(request, "all_gather_objects")
+        )
+        assert gathered is not None
+        return gathered
+
+    def free(self) -> None:
+        """Give back the communicator. Collective; the group is unusable afterwards."""
+        if self.comm != MPI.COMM_NULL:
+            meet(self.comm, f"the end of {self}", self.timeout_s)
+            self._free_memory()
+            self.comm.Free()
+
+    def __str__(self) -> str:
+        return f"{self.name} group ({self.backend}) of ranks {', '.join(map(str, self.ranks))}"
+
+    # What a backend does, on flat contiguous CPU tensors that hold something.
+
+    @abstractmethod
+    def _reduce(self, flat: Tensor, combine: Combine) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, flat: Tensor, counts: Sequence[int], out: Tensor) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, flat: Tensor, counts: Sequence[int], out: Tensor) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, flat: Tensor, root: int) -> None: ...
+
+    def _free_memory(self) -> None:  # noqa: B027 (most backends hold nothing)
+        """Give back what the backend holds besides the communicator; every rank is here."""
+
+    def _reduce_in_place(self, x: Tensor, combine: Combine) -> Tensor:
+        check_summable(x.dtype)
+        if x.numel():
+            host = x if on_host(x) else host_copy(x)
+            self._reduce(host.view(-1), combine)
+            if host is not x:
+                x.copy_(host)
+        return x
+
+    def _wait(self, request: MPI.Request, what: str, timeout_s: float | None = None) -> None:
+        self._abandoned.append(request)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        wait_until(request.Test, lambda: f"{what} in {self}", limit)
+        self._abandoned.pop()
+
+    def _describe(self, peer: int) -> str:
+        return f"rank {self.ranks[peer]}"
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.size:
+            raise ValueError(f"peer: {peer} is not a rank of {self}, expected 0 to {self.size - 1}")
+
+    def _checked_dim(self, x: Tensor, sizes: Sequence[int], dim: int, whole: bool) -> int:
+        if len(sizes) != self.size:
+            raise ValueError(
+                f"sizes: {list(sizes)} hold {len(sizes)} numbers, expected {self.size}, one a rank"
+            )
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"dim: {dim} is out of range for shape {list(x.shape)}")
+        if min(sizes) < 0 or x.shape[dim] != (sum(sizes) if whole else sizes[self.rank]):
+            raise ValueError(f"x: shape {list(x.shape)} along dim {dim} does not fit sizes {list(sizes)}")
+        return dim % x.dim()
+
+
+class SingleGroup(Group):
+    """A group of one rank: collectives return their argument."""
+
+    backend = "single"
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int], dim: int = 0) -> Tensor:
+        self._checked_dim(x, sizes, dim, whole=True)
+        return x
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dim: int = 0) -> Tensor:
+        check_summable(x.dtype)
+        self._checked_dim(x, sizes, dim, whole=True)
+        return x
+
+    def _reduce_in_place(self, x: Tensor, combine: Combine) -> Tensor:
+        check_summable(x.dtype)
+        return x
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        self._check_peer(root)
+        return x
+
+    def barrier(self) -> None:
+        pass
+
+    def broadcast_object(self, obj: Any, root: int = 0, timeout_s: float | None = None) -> Any:
+        self._check_peer(root)
+        return obj
+
+    def gather_objects(self, obj: Any, root: int = 0) -> list[Any] | None:
+        self._check_peer(root)
+        return [obj]
+
+    def all_gather_objects(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def _reduce(self, flat: Tensor, combine: Combine) -> None:
+        pass
+
+    def _all_gather(self, flat: Tensor, counts: Sequence[int], out: Tensor) -> None:
+        out.copy_(flat)
+
+    def _reduce_scatter(self, flat: Tensor, counts: Sequence[int], out: Tensor) -> None:
+        out.copy_(flat)
+
+    def _broadcast(self, flat: Tensor, root: int) -> None:
+        pass
+
+
+def make_group(
+    comm: MPI.Comm, backend: str = "auto", timeout_s: float = DEFAULT_TIMEOUT_S, name: str = "group"
+) -> Group:
+    """The group of the ranks of `comm`, over a duplicate of it. Collective; give it back with `free()`.
+
+    `backend`: "mpi"; "shm", for ranks on one node; "auto", which takes shm where it can. "nccl" is the place
+    of GPU collectives (a `Group` over one `cupy.cuda.nccl.NcclCommunicator`), refused until it is built.
+    Raises `UserError`, on every rank, for a backend that is unknown or cannot serve these ranks.
+    """
+    from spmd.comm.mpi import MpiGroup
+    from spmd.comm.shm import ShmGroup
+
+    if backend not in BACKENDS:
+        raise UserError(
+            f"communication backend: {backend!r} is unknown, expected one of {', '.join(BACKENDS)}"
+        )
+    if backend == "nccl":
+        raise UserError(
+            "communication backend: 'nccl' is not built into this version; use 'mpi', which stages GPU "
+            "tensors through host memory, or 'auto'"
+        )
+    meet(comm, f"the start of the {name} group", timeout_s)
+    if comm.size == 1:
+        return SingleGroup(_own(comm), name, timeout_s)
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    one_node = node.size == comm.size
+    node.Free()
+    if backend == "shm" and not one_node:
+        raise UserError(
+            f"communication backend: 'shm' needs all {comm.size} ranks of the {name} group on one node; "
+            "use 'auto' or 'mpi'"
+        )
+    made: type[Group] = ShmGroup if one_node and backend != "mpi" else MpiGroup
+    return made(_own(comm), name, timeout_s)
+
+
+def _own(comm: MPI.Comm) -> MPI.Intracomm:
+    return cast(MPI.Intracomm, comm.Dup())
+
+
+def _counts(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[list[int], int]:
+    """Elements of each rank's part, and how many rows lie before `dim`: 1 when parts are contiguous."""
+    leading = math.prod(x.shape[:dim])
+    row = leading * math.prod(x.shape[dim + 1 :])
+    return [size * row for size in sizes], leading
+
+
+def _with(x: Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape
