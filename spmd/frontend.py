@@ -15,7 +15,7 @@ from spmd.config import ModelConfig
 from spmd.request import Request
 from spmd.sampling_params import SamplingParams
 from spmd.text.chat import ChatTemplate, chat_prompt_ids, load_chat_template
-from spmd.text.tokenizer import Tokenizer, stop_ids
+from spmd.text.tokenizer import Tokenizer, check_prompt_ids, stop_ids
 
 
 class Frontend:
@@ -52,14 +52,7 @@ class Frontend:
 
     def from_ids(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> Request:
         """A request from token ids, taken as they are."""
-        vocab = self.config.vocab_size
-        for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
-                raise UserError(f"prompt: {token_id!r} is not a token id (an integer)")
-            if not 0 <= token_id < vocab:
-                raise UserError(
-                    f"prompt: token id {token_id} is outside the vocabulary, expected 0 to {vocab - 1}"
-                )
+        ids = check_prompt_ids(ids, self.config.vocab_size)
         return self._request(request_id, ids, params, None)
 
     def from_messages(

@@ -210,7 +210,7 @@ def _as_prompt_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     prompts = list(prompts)
-    if prompts and all(isinstance(item, (int, np.integer)) for item in prompts):
+    if any(isinstance(item, (int, np.integer)) for item in prompts):
         return [prompts]
     return prompts
 
