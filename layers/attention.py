@@ -58,7 +58,7 @@ class AttentionBatch:
 
 @dataclass
 class DecodeLayout:
-    """Cache slots `[sequences, longest]` of the keys each decode query sees, and which of them are padding."""
+    """Cache slots `[sequences, longest]` of the keys each decode query sees, and which are padding."""
 
     slots: Tensor
     mask: Tensor | None  # bool [sequences, 1, 1, longest], True where there is a key
@@ -160,7 +160,10 @@ class Attention:
         else:
             flat = layout.slots.view(-1)
             shape = (sequences, longest, self.num_kv_heads, self.head_dim)
-            keys, values = k_cache.index_select(0, flat).view(shape), v_cache.index_select(0, flat).view(shape)
+            keys, values = (
+                k_cache.index_select(0, flat).view(shape),
+                v_cache.index_select(0, flat).view(shape),
+            )
         if self.uniform:
             query = q
         else:

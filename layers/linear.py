@@ -63,4 +63,3 @@ class RowParallelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         out = self.tp.all_reduce(linear(x, self.weight))
         return out if self.bias is None else out + self.bias
-

@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMLP:
-    """`down(act(gate(x)) * up(x))`, the intermediate features split over the TP group (unevenly if need be)."""
+    """`down(act(gate(x)) * up(x))`, the intermediate features split over the TP group, evenly or not."""
 
     def __init__(
         self,

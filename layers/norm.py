@@ -11,9 +11,7 @@ from spmd.layers.weights import Placement, Weights
 class RMSNorm:
     """Normalizes the last dimension of `[..., size]` in fp32, as the reference models do."""
 
-    def __init__(
-        self, weights: Weights, placement: Placement, name: str, size: int, eps: float
-    ) -> None:
+    def __init__(self, weights: Weights, placement: Placement, name: str, size: int, eps: float) -> None:
         self.weight = placement.load(weights, name + ".weight", (size,))
         self.eps = eps
 

@@ -78,7 +78,9 @@ class Engine:
         seeds = [(request.seed + index * _SEED_STEP) % 2**64 for index in range(request.params.n)]
         sequences = [Sequence(request, index, seed) for index, seed in enumerate(seeds)]
         if request.max_tokens == 0:
-            self._instant.append(to_output(request, sequences, None if self._tokenizer is None else [""] * len(sequences)))
+            self._instant.append(
+                to_output(request, sequences, None if self._tokenizer is None else [""] * len(sequences))
+            )
             return
         self._sequences[request.request_id] = sequences
         for sequence in sequences:

@@ -69,7 +69,8 @@ class Frontend:
             self._template = load_chat_template(self._path, self._gguf_metadata, self._override)
         if self._template is None:
             raise UserError(
-                f"{self._path} has no chat template: give one with --chat-template, or use raw prompts (--raw)"
+                f"{self._path} has no chat template: give one with --chat-template, or use raw prompts "
+                "(--raw)"
             )
         ids = chat_prompt_ids(self._template, self.tokenizer, messages, **template_arguments)
         return self._request(request_id, ids, params, self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -84,7 +85,7 @@ class Frontend:
         if count == 0:
             raise UserError("prompt: it is empty, expected at least one token")
         room = self.max_model_len - count
-        if room < 1 and params.max_tokens != 0 or room < 0:
+        if (room < 1 and params.max_tokens != 0) or room < 0:
             raise UserError(
                 f"prompt: it has {count} tokens, but prompt and output together have room for "
                 f"{self.max_model_len}"

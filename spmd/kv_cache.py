@@ -68,7 +68,9 @@ class KVCache:
         shape = (num_blocks * BLOCK_SIZE, num_kv_heads, head_dim)
         # torch.empty leaves host pages untouched, so memory grows with the tokens actually held.
         self.keys: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values: list[Tensor] = [
+            torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)
+        ]
 
     @staticmethod
     def bytes_per_block(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -57,7 +57,8 @@ class LLM:
     differ, rank 0's count. Keyword arguments are the fields of `EngineOptions`.
 
     >>> llm = LLM("path/to/model", tp=2)
-    >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+    >>> outputs = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
+    >>> outputs[0].outputs[0].text
     """
 
     def __init__(self, model: str | None = None, *, comm: MPI.Comm | None = None, **options: Any) -> None:
@@ -215,7 +216,9 @@ def _as_prompt_list(prompts: Any) -> list[Prompt]:
     return prompts
 
 
-def _as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _as_params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:

@@ -23,6 +23,7 @@ from spmd.engine import Engine
 from spmd.frontend import Frontend
 from spmd.kv_cache import BLOCK_SIZE, BlockPool, KVCache
 from spmd.launch.cores import bind_cores
+from spmd.layers.weights import Placement
 from spmd.memory import available_bytes, choose_num_blocks
 from spmd.models.decoder import HEAD, ModelPartitions, StageModel
 from spmd.models.stages import split_layers
@@ -30,7 +31,6 @@ from spmd.options import EngineOptions
 from spmd.progress import ReportedWeights
 from spmd.sampler import Sampler
 from spmd.scheduler import Scheduler
-from spmd.layers.weights import Placement
 from spmd.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -127,7 +127,9 @@ def _check_tensors(config: ModelConfig, checkpoint: Checkpoint, stored_head: boo
     StageModel(config, alone, 0, nowhere, expected, stored_head)
     warnings = check_complete(expected.shapes, checkpoint.source)
     if stored_head and config.tie_word_embeddings and _heads_differ(checkpoint):
-        warnings.append(f"{checkpoint.path}: the config ties {HEAD} to the embedding, but another is stored; it is used")
+        warnings.append(
+            f"{checkpoint.path}: the config ties {HEAD} to the embedding, but another is stored; it is used"
+        )
     return warnings
 
 
@@ -156,8 +158,8 @@ def _device(wanted: str, node_rank: int) -> torch.device:
         count = torch.cuda.device_count()
         if node_rank >= count and count != 1:
             raise UserError(
-                f"--device cuda: rank {node_rank} of this node has no GPU, {count} are visible; start fewer ranks "
-                f"a node or use --device cpu"
+                f"--device cuda: rank {node_rank} of this node has no GPU, {count} are visible; start "
+                "fewer ranks a node or use --device cpu"
             )
         return torch.device("cuda", min(node_rank, count - 1))
     return torch.device("cpu")
@@ -173,7 +175,8 @@ def _make_cache(
     with agreed(grid.world):
         if options.max_model_len is not None and options.max_model_len > config.context_limit:
             raise UserError(
-                f"--max-model-len {options.max_model_len}: the model's limit is {config.context_limit} positions"
+                f"--max-model-len {options.max_model_len}: the model's limit is {config.context_limit} "
+                "positions"
             )
         blocks = choose_num_blocks(
             block_bytes,

@@ -24,7 +24,9 @@ class ReportedWeights:
 
         self._weights = weights
         disable = not (shown and sys.stderr.isatty())
-        self._bar = tqdm(desc="weights", unit="B", unit_scale=True, file=sys.stderr, disable=disable, leave=False)
+        self._bar = tqdm(
+            desc="weights", unit="B", unit_scale=True, file=sys.stderr, disable=disable, leave=False
+        )
 
     def get(
         self,
@@ -79,8 +81,9 @@ def print_summary(llm: LLM) -> None:
         run = llm.last_run
         print(
             f"spmd: {llm.grid.dp_size} x {llm.grid.pp_size} x {llm.grid.tp_size} ranks (dp x pp x tp), "
-            f"{run.prompt_tokens} prompt tokens, {run.generated_tokens} generated tokens in {run.seconds:.2f} s: "
-            f"{run.tokens_per_second:.1f} tokens/s, weights read at {run.bandwidth / 1e9:.1f} GB/s",
+            f"{run.prompt_tokens} prompt tokens, {run.generated_tokens} generated tokens "
+            f"in {run.seconds:.2f} s: {run.tokens_per_second:.1f} tokens/s, "
+            f"weights read at {run.bandwidth / 1e9:.1f} GB/s",
             file=sys.stderr,
             flush=True,
         )

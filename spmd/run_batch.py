@@ -140,7 +140,10 @@ def run_batch(options: EngineOptions, input_path: str, output_path: str) -> int:
                 llm.run(lambda: batch.requests(entries), keep, progress.tick)
             failed = sum(writer.status_of(entry) != 200 for entry in entries)
             if failed:
-                print(f"spmd: {failed} of {len(entries)} lines have an error record in {output_path}", file=sys.stderr)
+                print(
+                    f"spmd: {failed} of {len(entries)} lines have an error record in {output_path}",
+                    file=sys.stderr,
+                )
                 code = EXIT_SOME_FAILED
     print_summary(llm)
     return llm.grid.world.broadcast_object(code)

@@ -8,7 +8,6 @@ import shutil
 import site
 import subprocess
 import sys
-import time
 import venv
 import zipfile
 from pathlib import Path

@@ -93,9 +93,7 @@ class DecoderLayer:
         if config.qk_norm:
             self.q_norm = RMSNorm(weights, placement, prefix + "self_attn.q_norm", dim, eps)
             self.k_norm = RMSNorm(weights, placement, prefix + "self_attn.k_norm", dim, eps)
-        self.attention = Attention(
-            parts.heads.kv_index(rank), dim, dim**-0.5, config.sliding_windows[index]
-        )
+        self.attention = Attention(parts.heads.kv_index(rank), dim, dim**-0.5, config.sliding_windows[index])
         self.out = RowParallelLinear(
             weights, placement, prefix + "self_attn.o_proj", in_heads, hidden, config.o_bias
         )
@@ -112,7 +110,12 @@ class DecoderLayer:
         )
 
     def __call__(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch
+        self,
+        x: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
     ) -> Tensor:
         tokens = x.shape[0]
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -163,9 +166,7 @@ class StageModel:
                 self.head = VocabParallelHead(self.embedding.weight)
             else:
                 name = HEAD if stored_head else EMBEDDING
-                self.head = VocabParallelHead.load(
-                    weights, placement, name, parts.vocab, config.hidden_size
-                )
+                self.head = VocabParallelHead.load(weights, placement, name, parts.vocab, config.hidden_size)
 
     @torch.inference_mode()
     def forward(
