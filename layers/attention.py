@@ -40,7 +40,7 @@ class AttentionBatch:
     slot_mapping: Tensor
     spans: list[SequenceSpan]
     num_decode: int = field(init=False)
-    _decode_layouts: dict[int | None, DecodeLayout] = field(default_factory=dict)
+    _decode_layouts: dict[int | None, list[DecodeLayout]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         single = [span.query_len == 1 for span in self.spans]
@@ -48,41 +48,60 @@ class AttentionBatch:
         if not all(single[: self.num_decode]):
             raise ValueError("sequences with a single query must come first in a batch")
 
-    def decode_layout(self, window: int | None) -> DecodeLayout:
-        """The padded gather of all decode sequences; the same for every layer with this window."""
+    def decode_layouts(self, window: int | None) -> list[DecodeLayout]:
+        """The padded gathers that cover all decode sequences; the same for every layer with this window."""
         if window not in self._decode_layouts:
-            spans = self.spans[: self.num_decode]
-            self._decode_layouts[window] = DecodeLayout.build([span.slots for span in spans], window)
+            held = [span.slots for span in self.spans[: self.num_decode]]
+            if window is not None:
+                held = [slots[-window:] for slots in held]
+            groups = _similar_lengths([slots.shape[0] for slots in held])
+            self._decode_layouts[window] = [DecodeLayout.build(held, rows) for rows in groups]
         return self._decode_layouts[window]
 
 
 @dataclass
 class DecodeLayout:
-    """Cache slots `[sequences, longest]` of the keys each decode query sees, and which are padding."""
+    """Decode sequences of similar length, padded to the longest of them.
 
+    rows: which of the batch's decode sequences, None for all of them in order.
+    slots `[sequences, longest]`: cache slots of the keys each query sees.
+    """
+
+    rows: Tensor | None
     slots: Tensor
     mask: Tensor | None  # bool [sequences, 1, 1, longest], True where there is a key
     contiguous: slice | None  # the slots as a range, for one sequence whose blocks lie in order
 
     @classmethod
-    def build(cls, slots: list[Tensor], window: int | None) -> DecodeLayout:
-        if window is not None:
-            slots = [s[-window:] for s in slots]
+    def build(cls, held: list[Tensor], rows: list[int]) -> DecodeLayout:
+        """held: cache slots of every decode sequence of the batch; rows: those to cover."""
+        device = held[0].device
+        picked = None if rows == list(range(len(held))) else torch.tensor(rows, device=device)
+        slots = [held[row] for row in rows]
         lengths = [s.shape[0] for s in slots]
         if len(slots) == 1:
             only = slots[0]
             first, last = int(only[0]), int(only[-1])
             in_order = last - first == lengths[0] - 1 and bool((only[1:] > only[:-1]).all())
-            return cls(only[None], None, slice(first, last + 1) if in_order else None)
-        longest = max(lengths)
-        padded = torch.zeros(len(slots), longest, dtype=torch.int64, device=slots[0].device)
-        for row, s in zip(padded, slots):
-            row[: s.shape[0]] = s
-        if min(lengths) == longest:
-            return cls(padded, None, None)
-        counts = torch.tensor(lengths, device=padded.device)
-        mask = torch.arange(longest, device=padded.device) < counts[:, None]
-        return cls(padded, mask[:, None, None, :], None)
+            return cls(picked, only[None], None, slice(first, last + 1) if in_order else None)
+        padded = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)
+        if min(lengths) == max(lengths):
+            return cls(picked, padded, None, None)
+        counts = torch.tensor(lengths, device=device)
+        mask = torch.arange(padded.shape[1], device=device) < counts[:, None]
+        return cls(picked, padded, mask[:, None, None, :], None)
+
+
+def _similar_lengths(lengths: list[int]) -> list[list[int]]:
+    """Rows in groups that padding makes at most half as long again: work follows the tokens held."""
+    groups: list[list[int]] = []
+    shortest = 0
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not groups or lengths[row] > 1.5 * shortest + 32:
+            groups.append([])
+            shortest = lengths[row]
+        groups[-1].append(row)
+    return [sorted(group) for group in groups]
 
 
 class Attention:
@@ -118,7 +137,9 @@ class Attention:
         num_decode = batch.num_decode
         out = torch.empty_like(q)
         if num_decode:
-            out[:num_decode] = self._decode(q[:num_decode], k_cache, v_cache, batch)
+            for layout in batch.decode_layouts(self.window):
+                rows = slice(0, num_decode) if layout.rows is None else layout.rows
+                out[rows] = self._decode(q[rows], k_cache, v_cache, layout)
         for span in batch.spans[num_decode:]:
             tokens = slice(span.query_start, span.query_start + span.query_len)
             if span.query_len == span.kv_len:
@@ -150,20 +171,16 @@ class Attention:
             )
         return out[0].transpose(0, 1)
 
-    def _decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> Tensor:
+    def _decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: DecodeLayout) -> Tensor:
         """q `[sequences, heads, head_dim]`, one token each. The query heads of a KV head are stacked as
         query rows, so keys and values are read once."""
-        layout = batch.decode_layout(self.window)
         sequences, longest = layout.slots.shape
         if layout.contiguous is not None:
             keys, values = k_cache[layout.contiguous][None], v_cache[layout.contiguous][None]
         else:
             flat = layout.slots.view(-1)
             shape = (sequences, longest, self.num_kv_heads, self.head_dim)
-            keys, values = (
-                k_cache.index_select(0, flat).view(shape),
-                v_cache.index_select(0, flat).view(shape),
-            )
+            keys, values = k_cache.index_select(0, flat).view(shape), v_cache.index_select(0, flat).view(shape)
         if self.uniform:
             query = q
         else:

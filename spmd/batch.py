@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd.kv_cache import slots_of
+from spmd.block_pool import slots_of
 from spmd.layers.attention import AttentionBatch, SequenceSpan
 from spmd.models.decoder import StageInput
 from spmd.scheduler import Chunk

@@ -1,196 +1,163 @@
-"""The step loop every rank runs: schedule, compute this stage, pass on, take the sampled ids back."""
+"""The loop every rank runs: take in sampled ids, schedule, compute this rank's stages, pass on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spmd import wire
-from spmd.batch import build_stage_input
+from spmd.block_pool import blocks_for
+from spmd.clock import HOST, Clock
 from spmd.comm.grid import Grid
-from spmd.comm.group import PendingRecv, PendingSend
 from spmd.comm.partition import Partition
-from spmd.kv_cache import KVCache, blocks_for
-from spmd.models.decoder import StageInput, StageModel
 from spmd.outputs import RequestOutput
+from spmd.pipeline import MicroBatch, Pipeline
 from spmd.request import Request, Sequence, SequenceText, to_output
-from spmd.sampler import Sampler, SampleRow
 from spmd.sampling_params import SamplingParams
 from spmd.scheduler import Chunk, Scheduler
 from spmd.text.tokenizer import Tokenizer
 
-_HIDDEN_TAG, _SAMPLED_TAG = 1, 2
 _SEED_STEP = 0x9E3779B97F4A7C15  # the golden ratio, which keeps the seeds of `n` continuations apart
 
 
-@dataclass
-class _InFlight:
-    """A micro-batch this stage has computed and whose sampled ids it has, or waits for."""
-
-    chunks: list[Chunk]
-    sampled: Tensor  # float64 [sampling sequences, width], see wire.py
-    pending: PendingRecv | None
-
-
 class Engine:
-    """One replica's share of the work, on one rank. All ranks of the replica call `tick` in step.
+    """One replica's work, on one rank. All ranks of the replica make the same calls in the same order.
 
-    A tick serves one lane: it takes in the ids of the lane's micro-batch before last computed, schedules the
-    lane's next micro-batch and runs this stage on it. With at least as many lanes as stages, each stage
-    works on one micro-batch while the others work on theirs.
+    A step serves every lane once: it takes in the ids of the lane's micro-batch, schedules its next one and
+    computes this rank's stages of it. With at least as many lanes as stages, each stage works on one
+    micro-batch while the others work on theirs.
     """
 
     def __init__(
         self,
         grid: Grid,
-        model: StageModel,
-        cache: KVCache,
+        pipeline: Pipeline,
         scheduler: Scheduler,
         vocab: Partition,
-        sampler: Sampler | None,
         tokenizer: Callable[[], Tokenizer] | None,
+        clock: Clock,
     ) -> None:
-        """sampler is given on the last stage. tokenizer makes the tokenizer when text is first needed."""
+        """tokenizer makes the tokenizer when text is first needed; None when the model has none."""
         self.grid = grid
-        self.model = model
-        self.cache = cache
+        self.pipeline = pipeline
         self.scheduler = scheduler
+        self.clock = clock
         self.steps = 0
         self.tokens_sampled = 0
         self.on_text: Callable[[Sequence, str], None] | None = None
         self._vocab = vocab
-        self._sampler = sampler
         self._tokenizer = tokenizer
         self._leader = grid.replica.rank == 0
-        self._lanes: list[_InFlight | None] = [None] * len(scheduler.running)
-        self._lane = 0
-        self._sends: list[PendingSend] = []
+        self._lanes: list[MicroBatch | None] = [None] * len(scheduler.running)
         self._sequences: dict[str, list[Sequence]] = {}
         self._texts: dict[int, SequenceText] = {}
-        self._instant: list[RequestOutput] = []  # nothing to generate: done on arrival
+        self._done: list[RequestOutput] = []  # finished outside a micro-batch
 
     def add(self, request: Request) -> None:
-        """Queue a request. The same on every rank of the replica, in the same order."""
+        """Queue a request. Raises ValueError when the cache could never hold it."""
         seeds = [(request.seed + index * _SEED_STEP) % 2**64 for index in range(request.params.n)]
         sequences = [Sequence(request, index, seed) for index, seed in enumerate(seeds)]
-        if request.max_tokens == 0:
-            self._instant.append(
-                to_output(request, sequences, None if self._tokenizer is None else [""] * len(sequences))
-            )
-            return
         self._sequences[request.request_id] = sequences
+        if request.max_tokens == 0 and request.params.prompt_logprobs is None:
+            for sequence in sequences:
+                sequence.finish_reason = "length"
+            self._done += self._finish(sequences[:1])
+            return
         for sequence in sequences:
             if request.params.stop or (self._leader and self.on_text is not None):
                 self._start_text(sequence)
             self.scheduler.add(sequence)
 
+    def abort(self, request_id: str) -> None:
+        """Stop a request: its blocks are free at once, or with the step it is part of. Unknown ids are ignored."""
+        for sequence in self._sequences.get(request_id, []):
+            if sequence.finish_reason is None:
+                sequence.finish_reason = "abort"
+                if self.scheduler.drop_waiting(sequence):
+                    self._done += self._finish([sequence])
+        for lane, micro in enumerate(self._lanes):
+            if micro is None:
+                self._done += self._finish(self.scheduler.release_finished(lane))
+
     @property
     def has_work(self) -> bool:
-        return self.scheduler.num_unfinished > 0 or bool(self._instant)
+        return self.scheduler.num_unfinished > 0 or bool(self._done)
 
-    def tick(self) -> list[RequestOutput]:
-        """Serve the next lane; returns the requests that finished. Texts are filled in on the leader."""
-        lane = self._lane
-        self._lane = (lane + 1) % len(self._lanes)
-        self._sends = [send for send in self._sends if not send.test()]
-        finished = self._collect(lane) + self._instant
-        self._instant = []
-        chunks = self.scheduler.schedule(lane)
-        if chunks:
-            self._lanes[lane] = self._launch(chunks)
+    def step(self) -> list[RequestOutput]:
+        """Serve every lane once; returns the requests that finished. Texts are filled in on the leader."""
+        finished, self._done = self._done, []
+        fresh: list[int] = []
+        for lane in range(len(self._lanes)):
+            finished += self._collect(lane)
+            with self.clock.span(HOST):
+                chunks = self.scheduler.schedule(lane)
+                if chunks:
+                    self._lanes[lane] = self.pipeline.start(chunks)
+                    fresh.append(lane)
+            if chunks:
+                self._run(lane, 0)
+        for number in range(1, len(self.pipeline.stages)):
+            for lane in fresh:
+                self._run(lane, number)
         return finished
 
     def drain(self) -> None:
         """Wait until everything this rank has sent is out of its buffers."""
-        for send in self._sends:
-            send.wait()
-        self._sends = []
+        self.pipeline.drain()
 
     def logits(self, token_ids: np.ndarray) -> Tensor:
         """fp32 logits `[tokens, vocab]` of every position of one sequence, on all ranks of the replica.
 
         For evaluation, while the engine is idle.
         """
-        request = Request("logits", token_ids, SamplingParams(), 0, 0, frozenset())
-        sequence = Sequence(request, 0, 0)
         count = len(token_ids)
+        sequence = Sequence(Request("logits", token_ids, SamplingParams(), 0, 0, frozenset()), 0, 0)
         sequence.blocks = self.scheduler.pool.allocate(blocks_for(count))
-        batch = build_stage_input(
-            [Chunk(sequence, 0, count)], self.model.placement.device, self._rope_by_sequence
-        )
-        batch.output_rows = torch.arange(count, device=self.model.placement.device)
-        out = self._forward(batch)
+        micro = self.pipeline.start([Chunk(sequence, 0, count)], output_rows=torch.arange(count))
+        for number in range(len(self.pipeline.stages)):
+            out = self.pipeline.run(micro, number)
         self.drain()
-        self.scheduler.pool.free(sequence.blocks)
-        if self.model.last:
+        self.scheduler.pool.release(sequence.blocks)
+        if self.pipeline.is_last:
             full = self.grid.tp.all_gather(out, self._vocab.counts, dim=1).contiguous()
         else:
             full = torch.empty(count, self._vocab.total, device=out.device)
         return self.grid.pp.broadcast(full, root=self.grid.pp_size - 1)
 
-    @property
-    def _rope_by_sequence(self) -> bool:
-        return self.scheduler.rope_switch_length is not None
-
-    def _launch(self, chunks: list[Chunk]) -> _InFlight:
-        batch = build_stage_input(chunks, self.model.placement.device, self._rope_by_sequence)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        shape = (len(sampling), wire.row_width(sampling))
-        pending = None
-        if not self.model.last and sampling:
-            sampled = torch.empty(shape, dtype=torch.float64)
-            pending = self.grid.pp.irecv(sampled, self.grid.pp_size - 1, _SAMPLED_TAG)
-            self._forward(batch)
-        else:
-            out = self._forward(batch)
-            sampled = self._sample(out, sampling) if sampling else torch.empty(shape)
-        self.steps += 1
-        self.tokens_sampled += len(sampling)
-        return _InFlight(chunks, sampled, pending)
-
-    def _forward(self, batch: StageInput) -> Tensor:
-        hidden = None
-        pp = self.grid.pp
-        if not self.model.first:
-            placement = self.model.placement
-            shape = (batch.token_ids.shape[0], self.model.hidden_size)
-            hidden = torch.empty(shape, dtype=placement.dtype, device=placement.device)
-            pp.irecv(hidden, pp.rank - 1, _HIDDEN_TAG).wait()
-        out = self.model.forward(batch, hidden, self.cache.keys, self.cache.values)
-        if not self.model.last:
-            self._sends.append(pp.isend(out, pp.rank + 1, _HIDDEN_TAG))
-        return out
-
-    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        if self._sampler is None:
-            raise RuntimeError("sampling on a stage without a sampler")
-        rows = self._sampler(logits, [_sample_row(sequence) for sequence in sequences])
-        sampled = wire.encode(rows, wire.row_width(sequences))
-        pp = self.grid.pp
-        self._sends += [pp.isend(sampled, stage, _SAMPLED_TAG) for stage in range(pp.size - 1)]
-        return sampled
+    def _run(self, lane: int, number: int) -> None:
+        micro = self._lanes[lane]
+        assert micro is not None
+        out = self.pipeline.run(micro, number)
+        if self.pipeline.stages[number].last and (micro.sampling or micro.scored):
+            self.pipeline.sample(micro, out)
+        if number == 0:
+            self.steps += 1
+            self.tokens_sampled += len(micro.sampling)
 
     def _collect(self, lane: int) -> list[RequestOutput]:
-        flight, self._lanes[lane] = self._lanes[lane], None
-        if flight is None:
+        micro, self._lanes[lane] = self._lanes[lane], None
+        if micro is None:
             return []
-        if flight.pending is not None:
-            flight.pending.wait()
-        self.scheduler.computed(flight.chunks)
-        sampling = [chunk.sequence for chunk in flight.chunks if chunk.samples]
-        for sequence, row in zip(sampling, flight.sampled.tolist()):
-            token_id, logprob = wire.decode(row, sequence.request.params.logprobs)
-            sequence.append(token_id, logprob)
-            text = self._texts.get(id(sequence))
-            if text is not None:
-                shown = text.update()
-                if shown and self.on_text is not None:
-                    self.on_text(sequence, shown)
-        return self._finish(self.scheduler.release_finished(lane))
+        self.pipeline.finish(micro)
+        with self.clock.span(HOST):
+            self.scheduler.computed(micro.chunks)
+            for (sequence, position), row in zip(micro.scored, micro.scores.tolist()):
+                sequence.prompt_scores[position] = wire.decode(row, sequence.request.params.prompt_logprobs)[1]
+            for sequence, row in zip(micro.sampling, micro.sampled.tolist()):
+                if sequence.finish_reason is None:  # not aborted since
+                    self._append(sequence, row)
+            return self._finish(self.scheduler.release_finished(lane))
+
+    def _append(self, sequence: Sequence, row: list[float]) -> None:
+        sequence.append(*wire.decode(row, sequence.request.params.logprobs))
+        text = self._texts.get(id(sequence))
+        if text is not None:
+            shown = text.update()
+            if shown and self.on_text is not None:
+                self.on_text(sequence, shown)
 
     def _finish(self, finished: list[Sequence]) -> list[RequestOutput]:
         outputs = []
@@ -221,16 +188,3 @@ class Engine:
             raise RuntimeError("text wanted from a model without a tokenizer")
         text = self._texts[id(sequence)] = SequenceText(sequence, self._tokenizer())
         return text
-
-
-def _sample_row(sequence: Sequence) -> SampleRow:
-    request = sequence.request
-    below_min = len(sequence.output_ids) < request.params.min_tokens
-    return SampleRow(
-        params=request.params,
-        seed=sequence.seed,
-        position=len(sequence.output_ids),
-        prompt_ids=request.prompt_token_ids,
-        output_ids=sequence.output_ids,
-        banned_ids=sorted(request.stop_ids) if below_min else (),
-    )

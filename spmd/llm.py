@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,9 @@ from spmd.loading import load
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
 from spmd.request import Request
+from spmd.report import RankUsage
 from spmd.sampling_params import SamplingParams
+from spmd.work_queue import SharedCounter, WorkQueue
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
@@ -153,10 +154,10 @@ class LLM:
         self,
         build: Callable[[], list[Request]],
         on_output: Callable[[RequestOutput], None],
-        on_tick: Callable[[], None] | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> None:
         """Run the requests that `build` makes on rank 0. `on_output` is called on rank 0 with each output
-        as it finishes, `on_tick` between steps. Collective."""
+        as it finishes, `on_step` between steps. Collective."""
         requests = self._from_root(build)
         started = time.perf_counter()
         steps = self.engine.steps
@@ -167,19 +168,34 @@ class LLM:
             done[1] += output.completion_tokens
             on_output(output)
 
-        for request in assign_replica(requests, self.grid.dp_size, self.grid.dp_rank):
-            self.engine.add(request)
+        engine, scheduler = self.engine, self.engine.scheduler
+        counter = SharedCounter(self.grid) if self.grid.dp_size > 1 else None
+        queue = WorkQueue(requests, self.grid, counter)
+        capacity = scheduler.max_running * len(scheduler.running)
         collector = OutputCollector(self.grid, count, self.options.timeout_s)
-        while self.engine.has_work:
-            collector.put(self.engine.tick())
-            if on_tick is not None:
-                on_tick()
-        self.engine.drain()
+        while True:
+            for request in queue.take(0 if scheduler.waiting else capacity - scheduler.num_unfinished):
+                engine.add(request)
+            if engine.has_work:
+                collector.put(engine.step())
+            elif queue.exhausted:
+                break
+            if on_step is not None:
+                on_step()
+        engine.drain()
+        busy = time.perf_counter() - started
         collector.close()
+        if counter is not None:
+            counter.free()
         seconds = time.perf_counter() - started
-        read = self.engine.model.weight_bytes() * (self.engine.steps - steps)
+        read = sum(stage.weight_bytes() for stage in engine.pipeline.stages) * (engine.steps - steps)
+        self._usage = RankUsage.take(self.grid, engine.clock, busy, read)
         totals = self.grid.world.all_gather_objects(read)
         self.last_run = RunStats(done[0], done[1], seconds, sum(totals))
+
+    def usage(self) -> list[RankUsage]:
+        """Where the time of the last run went, for every rank; on every rank. Needs `report=True`."""
+        return self.grid.world.all_gather_objects(self._usage)
 
     def _generate(self, build: Callable[[], list[Request]]) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
@@ -193,18 +209,6 @@ class LLM:
             if self.is_root:
                 value = make()
         return self.grid.world.broadcast_object(value)
-
-
-def assign_replica(requests: Sequence[Request], replicas: int, mine: int) -> list[Request]:
-    """The requests of replica `mine`: the longest first to the least loaded, in their given order then."""
-    cost = [(len(r.prompt_token_ids) + r.max_tokens) * r.params.n for r in requests]
-    loads = [(0, replica) for replica in range(replicas)]
-    owner = [0] * len(requests)
-    for index in sorted(range(len(requests)), key=lambda i: (-cost[i], i)):
-        load_, replica = heapq.heappop(loads)
-        owner[index] = replica
-        heapq.heappush(loads, (load_ + cost[index], replica))
-    return [request for request, replica in zip(requests, owner) if replica == mine]
 
 
 def _as_prompt_list(prompts: Any) -> list[Prompt]:

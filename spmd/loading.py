@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mpi4py import MPI
@@ -13,15 +13,17 @@ from mpi4py import MPI
 from spmd.checkpoint.open import Checkpoint, open_checkpoint
 from spmd.checkpoint.resolve import resolve_model
 from spmd.checkpoint.weights import ExpectedWeights, WeightReader, check_complete
+from spmd.clock import Clock, MeasuredGroup, StepClock
 from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
 from spmd.comm.grid import Grid
-from spmd.comm.group import make_group
+from spmd.comm.group import Group, make_group
 from spmd.comm.partition import Partition
 from spmd.config import ModelConfig
 from spmd.engine import Engine
 from spmd.frontend import Frontend
-from spmd.kv_cache import BLOCK_SIZE, BlockPool, KVCache
+from spmd.block_pool import BLOCK_SIZE, BlockPool
+from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
 from spmd.layers.weights import Placement
 from spmd.memory import available_bytes, choose_num_blocks
@@ -29,6 +31,7 @@ from spmd.models.decoder import HEAD, ModelPartitions, StageModel
 from spmd.models.stages import split_layers
 from spmd.options import EngineOptions
 from spmd.progress import ReportedWeights
+from spmd.pipeline import Pipeline
 from spmd.sampler import Sampler
 from spmd.scheduler import Scheduler
 from spmd.text.tokenizer import Tokenizer, load_tokenizer
@@ -54,37 +57,34 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         checkpoint = open_checkpoint(path)
         config = ModelConfig.from_dict(checkpoint.config, checkpoint.generation_config)
     stored_head = HEAD in set(checkpoint.source.names())
+    clock = StepClock() if options.report else Clock()
+    tp = cast(Group, MeasuredGroup(grid.tp, clock)) if options.report and grid.tp_size > 1 else grid.tp
     with agreed(grid.world):
-        layers = split_layers(config, grid.pp_size, list(options.pp_split) if options.pp_split else None)
-        parts = ModelPartitions.build(config, grid.tp_size, layers)
+        parts = ModelPartitions.build(config, grid.tp_size, _stages(options, grid, config))
         if grid.world.rank == 0:
             for warning in _check_tensors(config, checkpoint, stored_head):
                 print(f"spmd: warning: {warning}", file=sys.stderr)
-        placement = Placement(
-            _dtype(options.dtype, config.dtype), _device(options.device, grid.node_rank), grid.tp
-        )
+        placement = Placement(_dtype(options.dtype, config.dtype), _device(options.device, grid.node_rank), tp)
     with agreed(grid.world):
         weights = ReportedWeights(WeightReader(checkpoint.source), shown=grid.world.rank == 0)
-        model = StageModel(config, parts, grid.pp_rank, placement, weights, stored_head)
+        mine = range(grid.pp_rank, parts.layers.parts, grid.pp_size)
+        stages = [StageModel(config, parts, stage, placement, weights, stored_head) for stage in mine]
         weights.close()
         tokenizer = load_tokenizer(path, checkpoint.gguf_metadata) if grid.world.rank == 0 else None
         sent = (tokenizer.to_state(), tokenizer.size) if tokenizer is not None else (None, config.vocab_size)
     checkpoint.close()
     state, known_ids = grid.world.broadcast_object(sent)
-    max_model_len, pool, cache = _make_cache(options, grid, config, parts, placement)
-    sampler = None
-    if model.last:
-        sampler = Sampler(parts.vocab, grid.tp, min(known_ids, config.vocab_size))
+    max_model_len, pool, caches = _make_cache(options, grid, config, parts, placement)
+    sampler = Sampler(parts.vocab, tp, min(known_ids, config.vocab_size)) if stages[-1].last else None
+    switch_length = stages[0].rotary.switch_length
+    scheduler = Scheduler(pool, grid.pp_size, options.max_batch_tokens, options.max_running, switch_length)
     engine = Engine(
         grid,
-        model,
-        cache,
-        Scheduler(
-            pool, grid.pp_size, options.max_batch_tokens, options.max_running, model.rotary.switch_length
-        ),
+        Pipeline(grid, stages, caches, sampler, switch_length is not None, clock),
+        scheduler,
         parts.vocab,
-        sampler,
         _TokenizerOnDemand(tokenizer, state) if state is not None else None,
+        clock,
     )
     frontend = None
     if grid.world.rank == 0:
@@ -92,6 +92,13 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
             config, max_model_len, tokenizer, path, checkpoint.gguf_metadata, options.chat_template
         )
     return LoadedModel(path, config, engine, frontend, max_model_len)
+
+
+def _stages(options: EngineOptions, grid: Grid, config: ModelConfig) -> Partition:
+    if options.pp_interleave > 1 and grid.pp_size == 1:
+        raise UserError(f"--pp-interleave {options.pp_interleave}: it needs at least 2 pipeline stages (--pp)")
+    counts = list(options.pp_split) if options.pp_split else None
+    return split_layers(config, grid.pp_size, options.pp_interleave, counts)
 
 
 class _TokenizerOnDemand:
@@ -167,11 +174,11 @@ def _device(wanted: str, node_rank: int) -> torch.device:
 
 def _make_cache(
     options: EngineOptions, grid: Grid, config: ModelConfig, parts: ModelPartitions, placement: Placement
-) -> tuple[int, BlockPool, KVCache]:
+) -> tuple[int, BlockPool, list[KVCache]]:
     start, stop = parts.heads.kv_range(grid.tp_rank)
-    num_layers, num_kv_heads = parts.layers.count(grid.pp_rank), stop - start
+    num_kv_heads, dim, dtype = stop - start, config.head_dim, placement.dtype
+    layers = [parts.layers.count(stage) for stage in range(grid.pp_rank, parts.layers.parts, grid.pp_size)]
     wanted_len = min(options.max_model_len or config.context_limit, config.context_limit)
-    block_bytes = KVCache.bytes_per_block(num_layers, num_kv_heads, config.head_dim, placement.dtype)
     with agreed(grid.world):
         if options.max_model_len is not None and options.max_model_len > config.context_limit:
             raise UserError(
@@ -179,12 +186,14 @@ def _make_cache(
                 "positions"
             )
         blocks = choose_num_blocks(
-            block_bytes,
+            KVCache.bytes_per_block(sum(layers), num_kv_heads, dim, dtype),
             available_bytes(placement.device, grid.node_size),
             options.kv_memory,
             options.max_running * grid.pp_size,
             wanted_len,
         )
     blocks = min(grid.world.all_gather_objects(blocks))
-    cache = KVCache(num_layers, blocks, num_kv_heads, config.head_dim, placement.dtype, placement.device)
-    return min(wanted_len, blocks * BLOCK_SIZE), BlockPool(blocks), cache
+    caches = [KVCache(count, blocks, num_kv_heads, dim, dtype, placement.device) for count in layers]
+    # Where keys depend on the sequence's length, equal prefixes do not have equal keys.
+    pool = BlockPool(blocks, options.prefix_caching and not config.rope.length_dependent)
+    return min(wanted_len, blocks * BLOCK_SIZE), pool, caches

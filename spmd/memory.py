@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from spmd.comm.errors import UserError
-from spmd.kv_cache import BLOCK_SIZE, blocks_for
+from spmd.block_pool import BLOCK_SIZE, blocks_for
 
 _SHARE_OF_FREE = 0.8
 

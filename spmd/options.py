@@ -17,6 +17,8 @@ class EngineOptions:
     max_model_len: longest prompt plus output, in tokens; default the model's own limit.
     kv_memory: bytes of KV cache per rank; default from what is free.
     max_batch_tokens, max_running: tokens and sequences of one micro-batch.
+    pp_split: layers of each pipeline stage, by hand. pp_interleave: stages per pipeline rank.
+    prefix_caching: share the cache blocks of equal prefixes. report: measure where the time goes.
     timeout_s: seconds without an answer from another rank after which the job is given up.
     """
 
@@ -31,6 +33,9 @@ class EngineOptions:
     max_batch_tokens: int = 2048
     max_running: int = 64
     pp_split: tuple[int, ...] | None = None
+    pp_interleave: int = 1
+    prefix_caching: bool = True
+    report: bool = False
     chat_template: str | None = None
     threads: int | None = None
     comm_backend: str = "auto"
@@ -43,7 +48,7 @@ class EngineOptions:
             raise UserError(f"device {self.device!r}: expected one of {', '.join(DEVICES)}")
         if self.comm_backend not in BACKENDS:
             raise UserError(f"comm_backend {self.comm_backend!r}: expected one of {', '.join(BACKENDS)}")
-        for name in ("max_model_len", "kv_memory", "max_batch_tokens", "max_running", "threads", "timeout_s"):
+        for name in ("max_model_len", "kv_memory", "max_batch_tokens", "max_running", "threads", "timeout_s", "pp_interleave"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"{name}: {value} is not positive")

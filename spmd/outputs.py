@@ -26,19 +26,25 @@ class CompletionOutput:
     index: int
     token_ids: list[int]
     text: str | None  # None when the model has no tokenizer
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass
 class RequestOutput:
-    """Result of one request: its prompt and `n` completions."""
+    """Result of one request: its prompt and `n` completions.
+
+    prompt_logprobs, if asked for, has one entry a prompt token, the first None. cached_tokens: prompt tokens
+    whose keys and values were found in the prefix cache.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
 
     @property
     def completion_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from spmd.layers.weights import Weights
 from spmd.outputs import RequestOutput
+from spmd.report import format_report, to_json
 
 if TYPE_CHECKING:
     from spmd.llm import LLM
@@ -59,7 +61,7 @@ class RunProgress:
         self._finished += 1
         self._bar.update(1)
 
-    def tick(self) -> None:
+    def step(self) -> None:
         if not self._bar.disable:
             tokens = (self._llm.engine.tokens_sampled - self._start) * self._llm.grid.dp_size
             elapsed = self._bar.format_dict["elapsed"] or 1e-9
@@ -75,8 +77,17 @@ class RunProgress:
         self._bar.close()
 
 
-def print_summary(llm: LLM) -> None:
-    """The closing line: what was done, how fast, and the weight bandwidth all ranks reached together."""
+def print_summary(llm: LLM, report: str | None = None) -> None:
+    """The closing line: what was done, how fast, and the weight bandwidth all ranks reached together.
+
+    report: "-" adds the table of where the time went, a file name writes it there as JSON. Collective.
+    """
+    usage = llm.usage() if report is not None else []
+    if llm.is_root and report is not None:
+        if report == "-":
+            print(format_report(usage), file=sys.stderr)
+        else:
+            Path(report).write_text(to_json(usage) + "\n")
     if llm.is_root:
         run = llm.last_run
         print(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from spmd.block_pool import BLOCK_SIZE, block_key
 from spmd.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from spmd.sampling_params import SamplingParams
 from spmd.text.detokenizer import IncrementalDetokenizer
@@ -13,7 +14,7 @@ from spmd.text.stop import StopStrings
 from spmd.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """One prompt with its options, checked and tokenized on rank 0 and the same on all ranks.
 
@@ -30,11 +31,12 @@ class Request:
     prompt: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One of the `n` continuations of a request.
 
-    num_computed: tokens whose keys and values are in the cache. blocks: its block table.
+    num_computed: tokens whose keys and values are in the cache. blocks: its block table. cached_tokens:
+    how many the prefix cache had when it first started. prompt_scores: logprobs of prompt positions 1...
     """
 
     request: Request
@@ -46,6 +48,10 @@ class Sequence:
     num_computed: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    preemptions: int = 0
+    cached_tokens: int | None = None
+    prompt_scores: dict[int, TokenLogprob] = field(default_factory=dict)
+    _block_keys: list[bytes] = field(default_factory=list)
     long_rope: bool = False  # cached keys were computed for a length beyond the rotary switch
 
     @property
@@ -59,6 +65,20 @@ class Sequence:
             return prompt[start:stop]
         output = np.asarray(self.output_ids[max(0, start - len(prompt)) : stop - len(prompt)], dtype=np.int64)
         return np.concatenate([prompt[start:], output]) if start < len(prompt) else output
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """The prompt's logprobs are asked for (of the first continuation only) and not all there."""
+        wanted = self.request.params.prompt_logprobs is not None and self.index == 0
+        return wanted and len(self.prompt_scores) < len(self.request.prompt_token_ids) - 1
+
+    def block_keys(self, count: int) -> list[bytes]:
+        """Prefix-cache keys of the first `count` blocks, all of which must be full."""
+        keys = self._block_keys
+        while len(keys) < count:
+            start = len(keys) * BLOCK_SIZE
+            keys.append(block_key(keys[-1] if keys else b"", self.token_ids(start, start + BLOCK_SIZE)))
+        return keys[:count]
 
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Take a sampled token and see whether an end id or the length limit finishes the sequence."""
@@ -113,6 +133,7 @@ class SequenceText:
 
 def to_output(request: Request, sequences: list[Sequence], texts: list[str] | None) -> RequestOutput:
     """The finished request as its user sees it."""
+    scores = sequences[0].prompt_scores
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -128,4 +149,10 @@ def to_output(request: Request, sequences: list[Sequence], texts: list[str] | No
             )
             for sequence in sequences
         ],
+        prompt_logprobs=(
+            [None, *(scores[position] for position in sorted(scores))]
+            if request.params.prompt_logprobs is not None
+            else None
+        ),
+        cached_tokens=sequences[0].cached_tokens or 0,
     )

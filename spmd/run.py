@@ -21,27 +21,21 @@ def build_parser() -> argparse.ArgumentParser:
     """All options of the command."""
     parser = _Parser(prog="python -m spmd.run", description=__doc__, allow_abbrev=False)
     work = parser.add_argument_group("what to do")
-    work.add_argument(
-        "--model", help="Hugging Face folder, .gguf file or hub id (default: SmolLM2-135M-Instruct)"
-    )
+    work.add_argument("--model", help="Hugging Face folder, .gguf file or hub id (default: SmolLM2-135M-Instruct)")
     work.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
-    work.add_argument(
-        "--raw", action="store_true", help="continue the prompt as it is, without the chat template"
-    )
+    work.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     work.add_argument("--system", metavar="TEXT", help="system message that goes before each --prompt")
     work.add_argument("--input", metavar="FILE.jsonl", help="requests in the OpenAI Batch form")
-    work.add_argument(
-        "--output", metavar="FILE.jsonl", help="their answers; finished ones are kept on a rerun"
-    )
-    work.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja chat template that replaces the model's"
-    )
+    work.add_argument("--output", metavar="FILE.jsonl", help="their answers; finished ones are kept on a rerun")
+    work.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template that replaces the model's")
 
     grid = parser.add_argument_group("grid of ranks (dp x pp x tp = number of ranks)")
     grid.add_argument("--tp", type=int, help="tensor-parallel ranks (default 1)")
     grid.add_argument("--pp", type=int, help="pipeline stages (default 1)")
     grid.add_argument("--dp", type=int, help="replicas (default: what is left over)")
     grid.add_argument("--pp-split", type=_counts, metavar="N,N,...", help="layers of each stage, by hand")
+
+    grid.add_argument("--pp-interleave", type=int, default=1, metavar="K", help="stages per pipeline rank")
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
@@ -50,13 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--kv-memory", type=_bytes, metavar="SIZE", help="KV cache per rank, such as 2GB")
     engine.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens of one micro-batch")
     engine.add_argument("--max-running", type=int, default=64, help="sequences of one micro-batch")
+    engine.add_argument("--no-prefix-caching", action="store_true", help="share no cache between prompts")
     engine.add_argument(
-        "--threads", type=int, help="compute threads per rank (default: its share of the cores)"
+        "--report", nargs="?", const="-", metavar="FILE.json", help="end with a table of where the time went"
     )
+    engine.add_argument("--threads", type=int, help="compute threads per rank (default: its share of the cores)")
     engine.add_argument("--comm-backend", default="auto", help="auto, shm or mpi")
-    engine.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="give up on a silent rank"
-    )
+    engine.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="give up on a silent rank")
 
     sampling = parser.add_argument_group("sampling (for --prompt; batch lines bring their own)")
     sampling.add_argument("--n", type=int, default=1, help="answers per prompt")
@@ -102,6 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
         max_batch_tokens=args.max_batch_tokens,
         max_running=args.max_running,
         pp_split=args.pp_split,
+        pp_interleave=args.pp_interleave,
+        prefix_caching=not args.no_prefix_caching,
+        report=args.report is not None,
         chat_template=args.chat_template,
         threads=args.threads,
         comm_backend=args.comm_backend,
@@ -110,10 +107,10 @@ def main(arguments: list[str] | None = None) -> int:
     if args.input:
         from spmd.run_batch import run_batch
 
-        return run_batch(options, args.input, args.output)
+        return run_batch(options, args.input, args.output, args.report)
     from spmd.run_prompts import run_prompts
 
-    return run_prompts(options, args.prompt, args.system, args.raw, sampling_params(args))
+    return run_prompts(options, args.prompt, args.system, args.raw, sampling_params(args), args.report)
 
 
 def sampling_params(args: argparse.Namespace) -> Any:

@@ -11,14 +11,8 @@ from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
 from spmd.frontend import Frontend
 from spmd.llm import LLM
-from spmd.openai_api import (
-    ApiError,
-    ApiRequest,
-    chat_response,
-    completion_response,
-    parse_chat,
-    parse_completion,
-)
+from spmd.openai_api import ApiError, ApiRequest, parse_chat, parse_completion
+from spmd.openai_responses import chat_response, completion_response
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
 from spmd.progress import RunProgress, print_summary
@@ -94,6 +88,10 @@ class BatchRun:
 
     def _body(self, line: _Open) -> dict[str, object]:
         outputs = [line.outputs[number] for number in range(line.prompts)]
+        if line.request.echo and self._frontend.tokenizer is not None:
+            for output in outputs:
+                if output.prompt is None:
+                    output.prompt = self._frontend.tokenizer.decode(output.prompt_token_ids, False)
         model = line.request.model or self._model
         text = self._token_text if self._frontend.tokenizer is not None else None
         created, name = int(time.time()), line.item.response_id
@@ -110,7 +108,7 @@ class BatchRun:
         return self._frontend.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def run_batch(options: EngineOptions, input_path: str, output_path: str) -> int:
+def run_batch(options: EngineOptions, input_path: str, output_path: str, report: str | None = None) -> int:
     """Answer every line of `input_path` once. Returns 0 if all lines were answered, 1 if some have an
     error record instead. A rerun with the same output computes only what is missing."""
     llm = LLM.from_options(options)
@@ -123,7 +121,7 @@ def run_batch(options: EngineOptions, input_path: str, output_path: str) -> int:
     code = EXIT_OK
     if writer is None:
         with RunProgress(llm, 0) as progress:
-            llm.run(list, lambda output: None, progress.tick)
+            llm.run(list, lambda output: None, progress.step)
     else:
         with writer:
             assert llm.frontend is not None
@@ -137,7 +135,7 @@ def run_batch(options: EngineOptions, input_path: str, output_path: str) -> int:
                     batch.take(output)
                     progress.finished(output)
 
-                llm.run(lambda: batch.requests(entries), keep, progress.tick)
+                llm.run(lambda: batch.requests(entries), keep, progress.step)
             failed = sum(writer.status_of(entry) != 200 for entry in entries)
             if failed:
                 print(
@@ -145,5 +143,5 @@ def run_batch(options: EngineOptions, input_path: str, output_path: str) -> int:
                     file=sys.stderr,
                 )
                 code = EXIT_SOME_FAILED
-    print_summary(llm)
+    print_summary(llm, report)
     return llm.grid.world.broadcast_object(code)

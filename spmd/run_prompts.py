@@ -13,7 +13,7 @@ from spmd.sampling_params import SamplingParams
 
 
 def run_prompts(
-    options: EngineOptions, prompts: list[str], system: str | None, raw: bool, params: SamplingParams
+    options: EngineOptions, prompts: list[str], system: str | None, raw: bool, params: SamplingParams, report: str | None = None
 ) -> int:
     """Generate for each prompt; rank 0 prints the texts in the prompts' order on stdout."""
     llm = LLM.from_options(options)
@@ -37,11 +37,11 @@ def run_prompts(
             outputs[int(output.request_id)] = output
             progress.finished(output)
 
-        llm.run(build, keep, progress.tick)
+        llm.run(build, keep, progress.step)
     if llm.is_root:
         for index, prompt in enumerate(prompts):
             _print(llm, outputs[index], prompt if len(prompts) > 1 else None)
-    print_summary(llm)
+    print_summary(llm, report)
     return 0
 
 

@@ -17,7 +17,7 @@ class SamplingParams:
     after temperature (as in `transformers`). repetition_penalty counts prompt and output once per id
     (CTRL, Keskar et al. 2019); presence_penalty and frequency_penalty count output tokens only (OpenAI).
     max_tokens None generates up to the context limit. logprobs None reports none, k reports the sampled
-    token's and the k best. logit_bias is added to the logits; -100 forbids an id. Seeds count modulo 2**64.
+    token's and the k best; prompt_logprobs the same for the prompt's tokens. logit_bias is added to the logits; -100 forbids an id. Seeds count modulo 2**64.
     """
 
     n: int = 1
@@ -33,6 +33,7 @@ class SamplingParams:
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -58,8 +59,9 @@ class SamplingParams:
         _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, vocab_size)
         if not isinstance(self.logit_bias, Mapping):
             raise UserError(f"logit_bias: {self.logit_bias!r} is not a mapping of token ids to numbers")
         for token_id, bias in self.logit_bias.items():

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from spmd.kv_cache import BlockPool, blocks_for
+from spmd.block_pool import BLOCK_SIZE, BlockPool, blocks_for
 from spmd.request import Sequence
+
+SCORED_CHUNK = 256  # prompt tokens a step when every one of them needs logits
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """The chunk reaches the sequence's end, so its last token's logits choose the next one."""
-        return self.stop == self.sequence.num_tokens
+        return self.stop == self.sequence.num_tokens and self.sequence.request.max_tokens > 0
 
 
 class Scheduler:
@@ -48,6 +50,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[list[Sequence]] = [[] for _ in range(num_lanes)]
         self.num_preemptions = 0
+        self._computing: dict[bytes, Sequence] = {}  # full blocks that a running sequence is about to fill
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError when the cache could never hold it."""
@@ -64,18 +67,17 @@ class Scheduler:
         """The lane's next micro-batch, single-token chunks first. Blocks for it are allocated."""
         chunks: dict[int, Chunk] = {}
         budget = self.max_batch_tokens
-        preempted = False
+        preemptions = self.num_preemptions
         for sequence in sorted(self.running[lane], key=_prefilling):
             if sequence not in self.running[lane]:
                 continue  # preempted by one before it
             self._restart_if_rope_switches(sequence)
-            count = min(sequence.num_tokens - sequence.num_computed, budget)
+            count = self._chunk_size(sequence, budget)
             if count == 0:
                 continue
             while not self._reserve(sequence, sequence.num_computed + count):
                 victim = self.running[lane][-1]
                 self._preempt(lane, victim)
-                preempted = True
                 dropped = chunks.pop(id(victim), None)
                 budget += dropped.stop - dropped.start if dropped else 0
                 if victim is sequence:
@@ -83,34 +85,42 @@ class Scheduler:
             else:
                 chunks[id(sequence)] = self._chunk(sequence, count)
                 budget -= count
-        while self.waiting and budget and not preempted and self._has_room(lane):
-            sequence = self.waiting[0]
-            # Room for all its tokens and the next one, or it would be thrown out again at once.
-            if blocks_for(sequence.num_tokens + 1) > self.pool.num_free:
-                break
-            self.waiting.popleft()
-            self.running[lane].append(sequence)
-            count = min(sequence.num_tokens, budget)
-            self._reserve(sequence, count)
-            chunks[id(sequence)] = self._chunk(sequence, count)
-            budget -= count
+        if self.num_preemptions == preemptions:
+            for chunk in self._admit(lane, budget):
+                chunks[id(chunk.sequence)] = chunk
         return sorted(chunks.values(), key=lambda chunk: chunk.stop - chunk.start > 1)
 
     def computed(self, chunks: list[Chunk]) -> None:
         """The chunks' keys and values are in the cache. Call before sampled tokens are appended."""
         for chunk in chunks:
-            chunk.sequence.num_computed = chunk.stop
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.stop
+            full = chunk.stop // BLOCK_SIZE
+            if self.pool.caching:
+                for index, key in enumerate(sequence.block_keys(full)[chunk.start // BLOCK_SIZE :]):
+                    self.pool.publish(sequence.blocks[chunk.start // BLOCK_SIZE + index], key)
+                    self._computing.pop(key, None)
+            if sequence.request.max_tokens == 0 and chunk.stop == sequence.num_tokens:
+                sequence.finish_reason = "length"
 
     def release_finished(self, lane: int) -> list[Sequence]:
-        """Take finished sequences out of the lane and free their blocks."""
+        """Take finished sequences out of the lane and let their blocks go."""
         finished = [s for s in self.running[lane] if s.finish_reason is not None]
-        self.running[lane] = [s for s in self.running[lane] if s.finish_reason is None]
-        for sequence in finished:
-            self._release_blocks(sequence)
+        if finished:
+            self.running[lane] = [s for s in self.running[lane] if s.finish_reason is None]
+            for sequence in finished:
+                self._release(sequence)
         return finished
 
+    def drop_waiting(self, sequence: Sequence) -> bool:
+        """Forget a sequence that has not started, or was preempted; False when it is not waiting."""
+        if sequence not in self.waiting:
+            return False
+        self.waiting.remove(sequence)
+        return True
+
     def check(self) -> None:
-        """Raise AssertionError if a block is lost or held twice, or a sequence lacks blocks."""
+        """Raise AssertionError if a block is lost or miscounted, or a sequence lacks blocks."""
         sequences = [s for lane in self.running for s in lane]
         self.pool.check([s.blocks for s in sequences])
         for sequence in sequences:
@@ -118,6 +128,58 @@ class Scheduler:
                 raise AssertionError(f"{sequence.request.request_id}: computed tokens without blocks")
         if any(s.blocks or s.num_computed for s in self.waiting):
             raise AssertionError("a waiting sequence holds blocks")
+        if any(owner not in sequences for owner in self._computing.values()):
+            raise AssertionError("a block is awaited from a sequence that is not running")
+
+    def _admit(self, lane: int, budget: int) -> list[Chunk]:
+        """Start waiting sequences, in order, while budget, blocks and the lane's share last.
+
+        One whose next block is just being computed by another waits for it, and lets others by; one that
+        lacks memory does not, so that it is never starved.
+        """
+        chunks = []
+        for sequence in list(self.waiting):
+            if not budget or not self._has_room(lane):
+                break
+            keys = sequence.block_keys(self._usable_blocks(sequence)) if self.pool.caching else []
+            shared = self.pool.find(keys)
+            if len(shared) < len(keys) and keys[len(shared)] in self._computing:
+                continue
+            # Room for all its tokens and the next one, or it would be thrown out again at once.
+            missing = blocks_for(sequence.num_tokens + 1) - len(shared)
+            if missing > self.pool.num_free - sum(map(self.pool.is_idle, shared)):
+                break
+            self.waiting.remove(sequence)
+            self.running[lane].append(sequence)
+            self.pool.share(shared)
+            sequence.blocks = list(shared)
+            sequence.num_computed = len(shared) * BLOCK_SIZE
+            self._count_hits(sequence)
+            if self.pool.caching:
+                for key in sequence.block_keys(sequence.num_tokens // BLOCK_SIZE)[len(shared) :]:
+                    self._computing.setdefault(key, sequence)
+            count = self._chunk_size(sequence, budget)
+            self._reserve(sequence, sequence.num_computed + count)
+            chunks.append(self._chunk(sequence, count))
+            budget -= count
+        return chunks
+
+    def _usable_blocks(self, sequence: Sequence) -> int:
+        """Full blocks that may come from the cache: not all, since the last token must run; none when the
+        prompt's own logits are wanted."""
+        if sequence.wants_prompt_scores:
+            return 0
+        return (sequence.num_tokens - 1) // BLOCK_SIZE
+
+    def _count_hits(self, sequence: Sequence) -> None:
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.num_computed
+            self.pool.queried_tokens += sequence.num_tokens
+            self.pool.cached_tokens += sequence.num_computed
+
+    def _chunk_size(self, sequence: Sequence, budget: int) -> int:
+        limit = SCORED_CHUNK if sequence.wants_prompt_scores else budget
+        return min(sequence.num_tokens - sequence.num_computed, budget, limit)
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         switch = self.rope_switch_length
@@ -143,16 +205,18 @@ class Scheduler:
             sequence.num_computed = 0
 
     def _preempt(self, lane: int, sequence: Sequence) -> None:
-        # By recomputation: its tokens are kept, its keys and values are not.
+        # By recomputation: its tokens are kept, its keys and values only as far as the prefix cache lasts.
         self.running[lane].remove(sequence)
-        self._release_blocks(sequence)
+        self._release(sequence)
         sequence.num_computed = 0
+        sequence.preemptions += 1
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _release_blocks(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.blocks)
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
         sequence.blocks = []
+        self._computing = {key: owner for key, owner in self._computing.items() if owner is not sequence}
 
 
 def _prefilling(sequence: Sequence) -> bool:

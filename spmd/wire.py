@@ -37,6 +37,11 @@ def encode(sampled: Rows[Sampled], width: int) -> Tensor:
     return torch.tensor(table, dtype=torch.float64).reshape(len(sampled), width)
 
 
+def score_width(sequences: Rows[Sequence]) -> int:
+    """Columns of a row of prompt scores for these sequences: token id, logprob and the pairs."""
+    return 2 + 2 * max((s.request.params.prompt_logprobs or 0 for s in sequences), default=0)
+
+
 def decode(row: Rows[float], logprobs: int | None) -> tuple[int, TokenLogprob | None]:
     """One row back into the token id and, if the sequence wants them, its logprobs."""
     token_id = int(row[0])

@@ -7,14 +7,17 @@ from spmd.comm.partition import Partition
 from spmd.config import ModelConfig
 
 
-def split_layers(config: ModelConfig, stages: int, counts: list[int] | None = None) -> Partition:
-    """Layers of each stage, every layer on exactly one.
+def split_layers(
+    config: ModelConfig, pp: int, interleave: int = 1, counts: list[int] | None = None
+) -> Partition:
+    """Layers of each of the `pp * interleave` stages, every layer on exactly one.
 
     The cost of a layer is the weights it reads; the head is counted on the last stage (the embedding
     reads one row a token and costs nothing). `counts` fixes the number of layers by hand.
     Raises `UserError` when counts do not fit or there are more stages than layers.
     """
     layers = config.num_layers
+    stages = pp * interleave
     if counts is not None:
         if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
             raise UserError(
@@ -23,7 +26,8 @@ def split_layers(config: ModelConfig, stages: int, counts: list[int] | None = No
             )
         return Partition.from_counts(counts)
     if stages > layers:
-        raise UserError(f"--pp {stages}: the model has {layers} layers, so at most {layers} pipeline stages")
+        times = f" --pp-interleave {interleave}" if interleave > 1 else ""
+        raise UserError(f"--pp {pp}{times}: the model has {layers} layers, so at most {layers} pipeline stages")
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = float(attention + 3 * config.hidden_size * config.intermediate_size)
     head = float(config.vocab_size * config.hidden_size)

@@ -66,16 +66,16 @@ def idle_and_whole(llm: LLM) -> bool:
 def recorded(llm: LLM) -> Iterator[list[tuple[int, str, list[int]]]]:
     """What this very rank finishes, and in which step: `generate` itself shows rank 0's on all."""
     seen: list[tuple[int, str, list[int]]] = []
-    tick = llm.engine.tick
+    step = llm.engine.step
 
     def record() -> Any:
-        outputs = tick()
+        outputs = step()
         seen.extend((llm.engine.steps, o.request_id, o.outputs[0].token_ids) for o in outputs)
         return outputs
 
-    llm.engine.tick = record  # type: ignore[method-assign]
+    llm.engine.step = record  # type: ignore[method-assign]
     yield seen
-    llm.engine.tick = tick  # type: ignore[method-assign]
+    llm.engine.step = step  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_preemption_leaves_no_trace(zoo: dict[str, Reference], family: str, axis
     with running(zoo[family].path, **{axis: WORLD}) as llm:
         expected = llm.generate(prompts, params)
         assert llm.engine.scheduler.num_preemptions == 0
-        cache = llm.engine.cache
+        cache = llm.engine.pipeline.caches[0]
         block = sum(t[:16].numel() * t.element_size() for t in cache.keys + cache.values)
         block = max(llm.grid.world.all_gather_objects(block))
     with running(zoo[family].path, **{axis: WORLD}, kv_memory=12 * block) as llm:
@@ -227,13 +227,13 @@ def test_dynamic_scaling_leaves_short_neighbours_alone(
 
 def _disturbed(llm: LLM) -> None:
     noise = torch.Generator().manual_seed(COMM.rank)
-    forward = llm.engine.model.forward
+    forward = llm.engine.pipeline.stages[-1].forward
 
     def forward_with_noise(*arguments: Any) -> torch.Tensor:
         out = forward(*arguments)
-        return out + 1e-3 * torch.randn(out.shape, generator=noise) if llm.engine.model.last else out
+        return out + 1e-3 * torch.randn(out.shape, generator=noise) if llm.engine.pipeline.stages[-1].last else out
 
-    llm.engine.model.forward = forward_with_noise  # type: ignore[method-assign]
+    llm.engine.pipeline.stages[-1].forward = forward_with_noise  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -217,7 +217,7 @@ def test_pipelines_are_bit_equal_to_one_stage(shared_path: Path, layers: int) ->
     with running(reference.path, dp=WORLD) as alone:
         for split in splits:
             with running(reference.path, pp=WORLD, pp_split=split) as piped:
-                held = alone.grid.world.all_gather_objects(len(piped.engine.model.layers))
+                held = alone.grid.world.all_gather_objects(len(piped.engine.pipeline.stages[0].layers))
                 assert sum(held) == layers
                 for ids, expected in zip(reference.ids, reference.logits):
                     found = piped.logits(ids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.comm.errors import UserError
-from spmd.openai_api import (
-    ApiError,
-    ApiRequest,
-    chat_response,
-    completion_response,
-    parse_chat,
-    parse_completion,
-)
+from spmd.openai_api import ApiError, ApiRequest, parse_chat, parse_completion
+from spmd.openai_responses import chat_response, completion_response
 from spmd.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from spmd.sampling_params import SamplingParams
 
@@ -232,7 +227,6 @@ def test_logprobs_of_both_kinds() -> None:
         (chat, "echo", True),
         (completion, "stream", True),
         (completion, "stream", 0),
-        (completion, "echo", True),
         (completion, "suffix", "end"),
         (completion, "best_of", 2),
         (completion, "response_format", {"type": "json_schema", "json_schema": {}}),
@@ -431,12 +425,11 @@ def test_chat_response_as_in_the_reference() -> None:
 def test_completion_response_as_in_the_reference() -> None:
     response = completion_response(
         completion(logprobs=2),
-        [output()],
+        [replace(output(), cached_tokens=2)],
         response_id="cmpl-1",
         model="m",
         created=17,
         token_text=TOKENS.__getitem__,
-        cached_tokens=2,
     )
     assert response == {
         "id": "cmpl-1",
@@ -545,3 +538,28 @@ def test_no_new_tokens() -> None:
         "text_offset": [],
     }
     assert response["usage"]["completion_tokens"] == 0
+
+
+def test_echo_repeats_the_prompt_with_its_logprobs() -> None:
+    request = completion(echo=True, logprobs=1, max_tokens=2)
+    assert request.params.prompt_logprobs == 1
+    assert completion(echo=True).params.prompt_logprobs is None
+    scored = replace(
+        output(),
+        prompt_token_ids=[3, 1],
+        prompt=TOKENS[3] + TOKENS[1],
+        prompt_logprobs=[None, TokenLogprob(1, -0.5, ((1, -0.5),))],
+    )
+    plain = completion_response(
+        completion(logprobs=1), [scored], response_id="a", model="m", created=1, token_text=TOKENS.__getitem__
+    )["choices"][0]
+    choice = completion_response(
+        request, [scored], response_id="a", model="m", created=1, token_text=TOKENS.__getitem__
+    )["choices"][0]
+    assert choice["text"] == scored.prompt + plain["text"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [TOKENS[3], TOKENS[1], *plain["logprobs"]["tokens"]]
+    assert logprobs["token_logprobs"] == [None, -0.5, *plain["logprobs"]["token_logprobs"]]
+    assert logprobs["top_logprobs"][:2] == [None, {TOKENS[1]: -0.5}]
+    assert logprobs["text_offset"][:2] == [0, len(TOKENS[3])]
+    assert logprobs["text_offset"][2:] == plain["logprobs"]["text_offset"]
