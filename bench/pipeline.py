@@ -48,9 +48,20 @@ def main() -> None:
                     f"{ideal:.1%}",
                 ]
             )
-            results.append({"requests": requests, "interleave": interleave, "alone": alone, "tp": tensor, "pp": piped})
+            results.append(
+                {"requests": requests, "interleave": interleave, "alone": alone, "tp": tensor, "pp": piped}
+            )
     print_table(
-        ["requests", "interleave", f"PP {args.pp} tok/s", "x one process", f"x TP {args.pp}", "bubble", "ideal"], rows
+        [
+            "requests",
+            "interleave",
+            f"PP {args.pp} tok/s",
+            "x one process",
+            f"x TP {args.pp}",
+            "bubble",
+            "ideal",
+        ],
+        rows,
     )
     if args.json:
         with open(args.json, "w") as file:

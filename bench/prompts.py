@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 
-def make_prompts(count: int, shortest: int, longest: int, prefix: int, vocab: int = 40_000) -> list[list[int]]:
+def make_prompts(
+    count: int, shortest: int, longest: int, prefix: int, vocab: int = 40_000
+) -> list[list[int]]:
     """`count` random prompts of `shortest` to `longest` tokens, evenly spread, behind one shared prefix."""
     random_ids = random.Random(7)
     shared = [random_ids.randrange(100, vocab) for _ in range(prefix)]

@@ -51,11 +51,23 @@ def main() -> None:
             results[name] = run_json(command, 3600, environment)
     best = max(r["tokens_per_second"] for name, r in results.items() if name.startswith("spmd"))
     rows = [
-        [name, r["seconds"], r["tokens_per_second"], best / r["tokens_per_second"]] for name, r in results.items()
+        [name, r["seconds"], r["tokens_per_second"], best / r["tokens_per_second"]]
+        for name, r in results.items()
     ]
     print_table(["engine", "seconds", "tokens/s", "our best is x"], rows)
     if not args.no_prefix:
-        shared = [*work, "--prefix", "1024", "--shortest", "16", "--longest", "64", "--first-token", "--tp", "2"]
+        shared = [
+            *work,
+            "--prefix",
+            "1024",
+            "--shortest",
+            "16",
+            "--longest",
+            "64",
+            "--first-token",
+            "--tp",
+            "2",
+        ]
         cached = run_ranks(2, "workload.py", shared)
         plain = run_ranks(2, "workload.py", [*shared, "--no-prefix-caching"])
         results |= {"prefix cached": cached, "prefix not cached": plain}

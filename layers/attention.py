@@ -180,7 +180,10 @@ class Attention:
         else:
             flat = layout.slots.view(-1)
             shape = (sequences, longest, self.num_kv_heads, self.head_dim)
-            keys, values = k_cache.index_select(0, flat).view(shape), v_cache.index_select(0, flat).view(shape)
+            keys, values = (
+                k_cache.index_select(0, flat).view(shape),
+                v_cache.index_select(0, flat).view(shape),
+            )
         if self.uniform:
             query = q
         else:

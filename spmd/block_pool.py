@@ -31,7 +31,9 @@ def block_key(previous: bytes, token_ids: np.ndarray) -> bytes:
 
     128 bits of BLAKE2b over the whole prefix: what a block holds depends on nothing else.
     """
-    return blake2b(previous + np.ascontiguousarray(token_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
+    return blake2b(
+        previous + np.ascontiguousarray(token_ids, dtype=np.int64).tobytes(), digest_size=16
+    ).digest()
 
 
 class BlockPool:

@@ -145,7 +145,9 @@ class Engine:
         with self.clock.span(HOST):
             self.scheduler.computed(micro.chunks)
             for (sequence, position), row in zip(micro.scored, micro.scores.tolist()):
-                sequence.prompt_scores[position] = wire.decode(row, sequence.request.params.prompt_logprobs)[1]
+                sequence.prompt_scores[position] = wire.decode(row, sequence.request.params.prompt_logprobs)[
+                    1
+                ]
             for sequence, row in zip(micro.sampling, micro.sampled.tolist()):
                 if sequence.finish_reason is None:  # not aborted since
                     self._append(sequence, row)

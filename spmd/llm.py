@@ -20,8 +20,8 @@ from spmd.launch.shared_files import unlink_shared_files
 from spmd.loading import load
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
-from spmd.request import Request
 from spmd.report import RankUsage
+from spmd.request import Request
 from spmd.sampling_params import SamplingParams
 from spmd.work_queue import SharedCounter, WorkQueue
 

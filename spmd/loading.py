@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from mpi4py import MPI
 
+from spmd.block_pool import BLOCK_SIZE, BlockPool
 from spmd.checkpoint.open import Checkpoint, open_checkpoint
 from spmd.checkpoint.resolve import resolve_model
 from spmd.checkpoint.weights import ExpectedWeights, WeightReader, check_complete
@@ -22,7 +23,6 @@ from spmd.comm.partition import Partition
 from spmd.config import ModelConfig
 from spmd.engine import Engine
 from spmd.frontend import Frontend
-from spmd.block_pool import BLOCK_SIZE, BlockPool
 from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
 from spmd.layers.weights import Placement
@@ -30,8 +30,8 @@ from spmd.memory import available_bytes, choose_num_blocks
 from spmd.models.decoder import HEAD, ModelPartitions, StageModel
 from spmd.models.stages import split_layers
 from spmd.options import EngineOptions
-from spmd.progress import ReportedWeights
 from spmd.pipeline import Pipeline
+from spmd.progress import ReportedWeights
 from spmd.sampler import Sampler
 from spmd.scheduler import Scheduler
 from spmd.text.tokenizer import Tokenizer, load_tokenizer
@@ -64,7 +64,9 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         if grid.world.rank == 0:
             for warning in _check_tensors(config, checkpoint, stored_head):
                 print(f"spmd: warning: {warning}", file=sys.stderr)
-        placement = Placement(_dtype(options.dtype, config.dtype), _device(options.device, grid.node_rank), tp)
+        placement = Placement(
+            _dtype(options.dtype, config.dtype), _device(options.device, grid.node_rank), tp
+        )
     with agreed(grid.world):
         weights = ReportedWeights(WeightReader(checkpoint.source), shown=grid.world.rank == 0)
         mine = range(grid.pp_rank, parts.layers.parts, grid.pp_size)
@@ -96,7 +98,9 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
 
 def _stages(options: EngineOptions, grid: Grid, config: ModelConfig) -> Partition:
     if options.pp_interleave > 1 and grid.pp_size == 1:
-        raise UserError(f"--pp-interleave {options.pp_interleave}: it needs at least 2 pipeline stages (--pp)")
+        raise UserError(
+            f"--pp-interleave {options.pp_interleave}: it needs at least 2 pipeline stages (--pp)"
+        )
     counts = list(options.pp_split) if options.pp_split else None
     return split_layers(config, grid.pp_size, options.pp_interleave, counts)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from spmd.comm.errors import UserError
 from spmd.block_pool import BLOCK_SIZE, blocks_for
+from spmd.comm.errors import UserError
 
 _SHARE_OF_FREE = 0.8
 

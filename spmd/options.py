@@ -48,7 +48,15 @@ class EngineOptions:
             raise UserError(f"device {self.device!r}: expected one of {', '.join(DEVICES)}")
         if self.comm_backend not in BACKENDS:
             raise UserError(f"comm_backend {self.comm_backend!r}: expected one of {', '.join(BACKENDS)}")
-        for name in ("max_model_len", "kv_memory", "max_batch_tokens", "max_running", "threads", "timeout_s", "pp_interleave"):
+        for name in (
+            "max_model_len",
+            "kv_memory",
+            "max_batch_tokens",
+            "max_running",
+            "threads",
+            "timeout_s",
+            "pp_interleave",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"{name}: {value} is not positive")

@@ -163,11 +163,7 @@ class Pipeline:
 
 def _scored_positions(chunks: Rows[Chunk]) -> list[tuple[Sequence, int]]:
     """Prompt positions whose token the chunks' logits predict, in the chunks' order."""
-    return [
-        (chunk.sequence, position + 1)
-        for chunk in chunks
-        for position in _scoring_range(chunk)
-    ]
+    return [(chunk.sequence, position + 1) for chunk in chunks for position in _scoring_range(chunk)]
 
 
 def _score_rows(chunks: Rows[Chunk]) -> Tensor:

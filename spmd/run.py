@@ -21,13 +21,21 @@ def build_parser() -> argparse.ArgumentParser:
     """All options of the command."""
     parser = _Parser(prog="python -m spmd.run", description=__doc__, allow_abbrev=False)
     work = parser.add_argument_group("what to do")
-    work.add_argument("--model", help="Hugging Face folder, .gguf file or hub id (default: SmolLM2-135M-Instruct)")
+    work.add_argument(
+        "--model", help="Hugging Face folder, .gguf file or hub id (default: SmolLM2-135M-Instruct)"
+    )
     work.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
-    work.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    work.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is, without the chat template"
+    )
     work.add_argument("--system", metavar="TEXT", help="system message that goes before each --prompt")
     work.add_argument("--input", metavar="FILE.jsonl", help="requests in the OpenAI Batch form")
-    work.add_argument("--output", metavar="FILE.jsonl", help="their answers; finished ones are kept on a rerun")
-    work.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template that replaces the model's")
+    work.add_argument(
+        "--output", metavar="FILE.jsonl", help="their answers; finished ones are kept on a rerun"
+    )
+    work.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja chat template that replaces the model's"
+    )
 
     grid = parser.add_argument_group("grid of ranks (dp x pp x tp = number of ranks)")
     grid.add_argument("--tp", type=int, help="tensor-parallel ranks (default 1)")
@@ -48,9 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--report", nargs="?", const="-", metavar="FILE.json", help="end with a table of where the time went"
     )
-    engine.add_argument("--threads", type=int, help="compute threads per rank (default: its share of the cores)")
+    engine.add_argument(
+        "--threads", type=int, help="compute threads per rank (default: its share of the cores)"
+    )
     engine.add_argument("--comm-backend", default="auto", help="auto, shm or mpi")
-    engine.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="give up on a silent rank")
+    engine.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="give up on a silent rank"
+    )
 
     sampling = parser.add_argument_group("sampling (for --prompt; batch lines bring their own)")
     sampling.add_argument("--n", type=int, default=1, help="answers per prompt")

@@ -13,7 +13,12 @@ from spmd.sampling_params import SamplingParams
 
 
 def run_prompts(
-    options: EngineOptions, prompts: list[str], system: str | None, raw: bool, params: SamplingParams, report: str | None = None
+    options: EngineOptions,
+    prompts: list[str],
+    system: str | None,
+    raw: bool,
+    params: SamplingParams,
+    report: str | None = None,
 ) -> int:
     """Generate for each prompt; rank 0 prints the texts in the prompts' order on stdout."""
     llm = LLM.from_options(options)

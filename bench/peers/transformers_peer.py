@@ -35,7 +35,9 @@ def main() -> None:
     options = {"do_sample": False, "pad_token_id": 0}
     model.generate(ids[:1, -16:], attention_mask=mask[:1, -16:], max_new_tokens=2, **options)
     started = time.perf_counter()
-    model.generate(ids, attention_mask=mask, max_new_tokens=args.output, min_new_tokens=args.output, **options)
+    model.generate(
+        ids, attention_mask=mask, max_new_tokens=args.output, min_new_tokens=args.output, **options
+    )
     seconds = time.perf_counter() - started
     tokens = args.requests * args.output
     print(json.dumps({"seconds": seconds, "generated_tokens": tokens, "tokens_per_second": tokens / seconds}))

@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=512)
     args = parser.parse_args()
     llm = LLM(args.model, dtype=args.dtype, enforce_eager=True, max_model_len=4096)
-    prompts = [{"prompt_token_ids": ids} for ids in make_prompts(args.requests, args.shortest, args.longest, 0)]
+    prompts = [
+        {"prompt_token_ids": ids} for ids in make_prompts(args.requests, args.shortest, args.longest, 0)
+    ]
     llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=2))
     started = time.perf_counter()
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=args.output, ignore_eos=True))

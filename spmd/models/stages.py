@@ -27,7 +27,9 @@ def split_layers(
         return Partition.from_counts(counts)
     if stages > layers:
         times = f" --pp-interleave {interleave}" if interleave > 1 else ""
-        raise UserError(f"--pp {pp}{times}: the model has {layers} layers, so at most {layers} pipeline stages")
+        raise UserError(
+            f"--pp {pp}{times}: the model has {layers} layers, so at most {layers} pipeline stages"
+        )
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = float(attention + 3 * config.hidden_size * config.intermediate_size)
     head = float(config.vocab_size * config.hidden_size)

@@ -231,7 +231,11 @@ def _disturbed(llm: LLM) -> None:
 
     def forward_with_noise(*arguments: Any) -> torch.Tensor:
         out = forward(*arguments)
-        return out + 1e-3 * torch.randn(out.shape, generator=noise) if llm.engine.pipeline.stages[-1].last else out
+        return (
+            out + 1e-3 * torch.randn(out.shape, generator=noise)
+            if llm.engine.pipeline.stages[-1].last
+            else out
+        )
 
     llm.engine.pipeline.stages[-1].forward = forward_with_noise  # type: ignore[method-assign]
 
