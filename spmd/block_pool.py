@@ -37,7 +37,7 @@ def block_key(previous: bytes, token_ids: np.ndarray) -> bytes:
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1, each held by some sequences, cached (full, found by its key, held by none) or free.
+    """Blocks 0 to num_blocks - 1: each is held by sequences, or cached (full, found by its key), or free.
 
     With `caching` off nothing is ever shared. Hit counters: `cached_tokens` of `queried_tokens`.
     """

@@ -27,7 +27,7 @@ class Clock:
 
 
 class StepClock(Clock):
-    """Seconds, calls and bytes by kind: `compute`, `wait` (for another stage), `host`, or a collective's name."""
+    """Seconds, calls and bytes by kind: `compute`, `wait` (for another stage), `host`, or a collective."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

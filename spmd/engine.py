@@ -72,7 +72,7 @@ class Engine:
             self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request: its blocks are free at once, or with the step it is part of. Unknown ids are ignored."""
+        """Stop a request; its blocks are free at once, or with the step it is in. Ignores unknown ids."""
         for sequence in self._sequences.get(request_id, []):
             if sequence.finish_reason is None:
                 sequence.finish_reason = "abort"

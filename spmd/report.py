@@ -99,8 +99,8 @@ def format_report(usage: Sequence[RankUsage], memory_bandwidth: float | None = N
             lines.append(f"{kind:14} {calls:8} {size:12} {seconds:10.3f}")
     bubbles = ", ".join(f"stage {stage} {share:.1%}" for stage, share in summary["bubble"].items())
     lines.append(
-        f"balance {summary['balance']:.2f} (mean over largest compute), communication {summary['communication']:.1%}, "
-        f"bubble {bubbles}"
+        f"balance {summary['balance']:.2f} (mean over largest compute), "
+        f"communication {summary['communication']:.1%}, bubble {bubbles}"
     )
     return "\n".join(lines)
 

@@ -17,7 +17,8 @@ class SamplingParams:
     after temperature (as in `transformers`). repetition_penalty counts prompt and output once per id
     (CTRL, Keskar et al. 2019); presence_penalty and frequency_penalty count output tokens only (OpenAI).
     max_tokens None generates up to the context limit. logprobs None reports none, k reports the sampled
-    token's and the k best; prompt_logprobs the same for the prompt's tokens. logit_bias is added to the logits; -100 forbids an id. Seeds count modulo 2**64.
+    token's and the k best; prompt_logprobs the same for the prompt's tokens. logit_bias is added to the
+    logits; -100 forbids an id. Seeds count modulo 2**64.
     """
 
     n: int = 1
