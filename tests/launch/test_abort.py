@@ -49,12 +49,12 @@ if fault == "user error":
     raise_on_rank_1(UserError("the fault"))
 if fault == "in a step":
     from spmd import engine, run
-    tick = engine.Engine.tick
-    def failing_tick(self):
+    step = engine.Engine.step
+    def failing_step(self):
         if self.steps == 3:
             raise_on_rank_1(RuntimeError("the fault"))
-        return tick(self)
-    engine.Engine.tick = failing_tick
+        return step(self)
+    engine.Engine.step = failing_step
     sys.argv[1:] = f"--model {model} --tp 3 --input {model}/in.jsonl --output {model}/out.jsonl".split()
     run.cli()
 llm = LLM(model, tp=MPI.COMM_WORLD.size, threads=1)
