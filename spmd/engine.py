@@ -145,9 +145,9 @@ class Engine:
         with self.clock.span(HOST):
             self.scheduler.computed(micro.chunks)
             for (sequence, position), row in zip(micro.scored, micro.scores.tolist()):
-                sequence.prompt_scores[position] = wire.decode(row, sequence.request.params.prompt_logprobs)[
-                    1
-                ]
+                _, score = wire.decode(row, sequence.request.params.prompt_logprobs)
+                assert score is not None
+                sequence.prompt_scores[position] = score
             for sequence, row in zip(micro.sampling, micro.sampled.tolist()):
                 if sequence.finish_reason is None:  # not aborted since
                     self._append(sequence, row)

@@ -23,7 +23,7 @@ class SharedCounter:
         self._window = MPI.Win.Allocate(8 if self._group.rank == 0 else 0, 8, comm=self._group.comm)
         if self._group.rank == 0:
             self._window.Lock(0)
-            np.frombuffer(self._window.tomemory(), dtype=np.int64)[0] = 0
+            self._window.Put(np.zeros(1, dtype=np.int64), 0)
             self._window.Unlock(0)
         self._group.barrier()
 
