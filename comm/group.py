@@ -19,6 +19,7 @@ from spmd.comm.waiting import meet, wait_until
 
 BACKENDS = ("auto", "shm", "mpi", "nccl")
 DEFAULT_TIMEOUT_S = 600.0
+RESERVED_TAG = 32767  # the largest that every MPI library has; collectives made of messages use it
 
 Combine = Callable[[Tensor, Sequence[Tensor]], None]
 
@@ -115,14 +116,14 @@ class Group(ABC):
         Keep the handle, and leave `x` unchanged, until it is done.
         Messages between two ranks with one tag arrive in the order they were sent.
         """
-        self._check_peer(peer)
+        self._check_peer(peer, tag)
         host = x if on_host(x) else host_copy(x)
         requests = [self.comm.Isend(piece, peer, tag) for piece in byte_pieces(host)]
         return PendingSend(requests, host, f"send to {self._describe(peer)}, tag {tag}", self.timeout_s)
 
     def irecv(self, x: Tensor, peer: int, tag: int = 0) -> PendingRecv:
         """Start receiving into `x` from rank `peer` of the group. Keep the handle until it is done."""
-        self._check_peer(peer)
+        self._check_peer(peer, tag)
         host = x if on_host(x) else host_like(x)
         requests = [self.comm.Irecv(piece, peer, tag) for piece in byte_pieces(host)]
         return PendingRecv(
@@ -197,15 +198,21 @@ class Group(ABC):
         return x
 
     def _wait(self, request: MPI.Request, what: str, timeout_s: float | None = None) -> None:
-        self._abandoned.append(request)
+        self._wait_all([request], what, timeout_s)
+
+    def _wait_all(self, requests: list[MPI.Request], what: str, timeout_s: float | None = None) -> None:
         limit = self.timeout_s if timeout_s is None else timeout_s
-        wait_until(request.Test, lambda: f"{what} in {self}", limit)
-        self._abandoned.pop()
+        self._abandoned += requests
+        for request in requests:
+            wait_until(request.Test, lambda: f"{what} in {self}", limit)
+        del self._abandoned[len(self._abandoned) - len(requests) :]
 
     def _describe(self, peer: int) -> str:
         return f"rank {self.ranks[peer]}"
 
-    def _check_peer(self, peer: int) -> None:
+    def _check_peer(self, peer: int, tag: int = 0) -> None:
+        if not 0 <= tag < RESERVED_TAG:
+            raise ValueError(f"tag: {tag} is out of range, expected 0 to {RESERVED_TAG - 1}")
         if not 0 <= peer < self.size:
             raise ValueError(f"peer: {peer} is not a rank of {self}, expected 0 to {self.size - 1}")
 

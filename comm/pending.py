@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -28,13 +29,16 @@ def host_copy(x: Tensor) -> Tensor:
     return host_like(x).copy_(x)
 
 
-def memory_of(x: Tensor) -> MPI.buffer:
-    """The bytes of a contiguous CPU tensor, without a copy. The caller keeps `x` alive."""
-    return MPI.buffer.fromaddress(x.data_ptr(), x.numel() * x.element_size())
+def memory_of(x: Tensor) -> np.ndarray:
+    """The bytes of a contiguous CPU tensor, without a copy; a request made with them keeps them alive."""
+    return x.detach().view(-1).view(torch.uint8).numpy()
 
 
 def byte_pieces(x: Tensor) -> list[tuple[MPI.buffer, int, MPI.Datatype]]:
-    """A contiguous CPU tensor as MPI buffers of at most 1 GiB; an empty tensor is one empty buffer."""
+    """A contiguous CPU tensor as MPI buffers of at most 1 GiB; an empty tensor is one empty buffer.
+
+    The caller keeps `x` alive.
+    """
     size = x.numel() * x.element_size()
     address = x.data_ptr()
     pieces = []

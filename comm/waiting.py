@@ -9,7 +9,7 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 SPINS = 20  # a few microseconds
-YIELD_S = 500e-6
+YIELD_S = 100e-6  # not longer: a Linux core shared by two ranks often goes back to the one that yielded
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 1e-3
 LOOKS = 8  # after a sleep: each look at an MPI request also moves a part of its message

@@ -25,9 +25,7 @@ DTYPES = [*FLOATS, torch.int64]
 
 MAKERS: dict[str, Callable[[], Group]] = {
     "mpi": lambda: MpiGroup(WORLD.Dup(), timeout_s=TIMEOUT_S),
-    "mpi-pieces": lambda: MpiGroup(
-        WORLD.Dup(), timeout_s=TIMEOUT_S, one_shot_bytes=64, reduce_bytes=5000, piece_bytes=9000
-    ),
+    "mpi-pieces": lambda: MpiGroup(WORLD.Dup(), timeout_s=TIMEOUT_S, one_shot_bytes=64, piece_bytes=9000),
     "shm": lambda: ShmGroup(WORLD.Dup(), timeout_s=TIMEOUT_S),
     "shm-pieces": lambda: ShmGroup(WORLD.Dup(), timeout_s=TIMEOUT_S, one_shot_bytes=64, slot_bytes=4096),
 }

@@ -70,6 +70,8 @@ def test_a_message_of_the_wrong_size_is_an_error(group: Group) -> None:
     sending.wait()
     with pytest.raises(ValueError, match="peer: -1"):
         group.isend(torch.ones(3), -1)
+    with pytest.raises(ValueError, match="tag: 32767"):
+        group.isend(torch.ones(3), group.rank, tag=32767)
 
 
 def test_a_waiting_rank_goes_on_sending(group: Group) -> None:
