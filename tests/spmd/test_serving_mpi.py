@@ -178,8 +178,10 @@ def test_abort_frees_the_blocks_within_a_step(llm: LLM) -> None:
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("budget", [1, 64])
 def test_chunk_sizes_and_scores(reference: Reference, axis: str, budget: int) -> None:
+    # One token a step is slow, and as true for the short prompts.
+    prompts = [ids for ids in reference.ids if budget > 1 or len(ids) < 20]
     with running(reference.path, **{axis: WORLD}, max_batch_tokens=budget) as llm:
-        outputs = llm.generate(reference.ids, replace(GREEDY, prompt_logprobs=1))
+        outputs = llm.generate(prompts, replace(GREEDY, prompt_logprobs=1))
         check_idle(llm)
     check_greedy(outputs, reference)
     for output, logits in zip(outputs, reference.logits):
