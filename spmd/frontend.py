@@ -64,7 +64,7 @@ class Frontend:
     ) -> Request:
         """A request from chat messages, put into words by the model's chat template."""
         if self.tokenizer is None:
-            raise UserError(f"{self._path} has no tokenizer: chat needs one; give token ids as a raw prompt")
+            raise UserError(f"{self._path} has no tokenizer: chat needs one; give prompts as token ids")
         if self._template is None:
             self._template = load_chat_template(self._path, self._gguf_metadata, self._override)
         if self._template is None:
