@@ -13,8 +13,8 @@ from spmd.comm.group import Group
 def agreed(group: Group) -> Iterator[None]:
     """Run the block on every rank of `group`; if any rank raised `UserError` in it, all raise it.
 
-    The message is the lowest such rank's: as it is when every rank failed with the same words, otherwise
-    prefixed with "rank N: " (its rank in the job). Any other exception is a fault of the program
+    The message is the lowest such rank's: as it is when every rank failed with the same words or it is the
+    first rank's, which looks on behalf of all; otherwise prefixed with "rank N: " (its rank in the job). Any other exception is a fault of the program
     and leaves at once on its own rank. Collective: the block must not return early on some ranks only.
     """
     mine: UserError | None = None
@@ -28,4 +28,4 @@ def agreed(group: Group) -> Iterator[None]:
             raise mine
         return
     first, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
-    raise UserError(f"rank {group.ranks[first]}: {message}") from mine
+    raise UserError(message if first == 0 else f"rank {group.ranks[first]}: {message}") from mine
