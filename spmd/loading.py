@@ -25,6 +25,7 @@ from spmd.engine import Engine
 from spmd.frontend import Frontend
 from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
+from spmd.launch.timers import set_fine_sleeps
 from spmd.layers.weights import Placement
 from spmd.memory import available_bytes, choose_num_blocks
 from spmd.models.decoder import HEAD, ModelPartitions, StageModel
@@ -52,6 +53,7 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
     """Open, check and load the model. Collective over the grid; every mistake of the user's is a
     `UserError` on every rank."""
     torch.set_num_threads(bind_cores(grid.node, options.threads))
+    set_fine_sleeps()
     path = _resolve(options.model, grid)
     with agreed(grid.world):
         checkpoint = open_checkpoint(path)
