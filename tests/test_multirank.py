@@ -8,7 +8,7 @@ import pytest
 from support.mpirun import mpirun
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_suite_on_ranks(ranks: int) -> None:
     done = mpirun(ranks, ["-m", "pytest", "--with-mpi", "-m", "mpi", "-p", "no:cacheprovider", "tests"], 600)
     print(done.stdout)

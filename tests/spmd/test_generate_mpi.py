@@ -16,6 +16,7 @@ from support.models import (
     Greedy,
     Reference,
     assert_greedy,
+    at_most,
     build,
     grid_name,
     grids,
@@ -98,6 +99,7 @@ def test_mixed_prompts_in_one_batch(zoo: dict[str, Reference], grid: dict[str, i
     assert same_everywhere(outputs)
 
 
+@at_most(4)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
 def test_every_family(zoo: dict[str, Reference], family: str, axis: str) -> None:
@@ -108,6 +110,7 @@ def test_every_family(zoo: dict[str, Reference], family: str, axis: str) -> None
         assert_greedy(ids, expected)
 
 
+@at_most(3)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("budget", [7, 16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi3"])
@@ -119,6 +122,7 @@ def test_prefill_in_chunks(zoo: dict[str, Reference], family: str, budget: int, 
         assert_greedy(ids, expected)
 
 
+@at_most(2)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_preemption_leaves_no_trace(zoo: dict[str, Reference], family: str, axis: str) -> None:
@@ -146,6 +150,7 @@ def test_preemption_leaves_no_trace(zoo: dict[str, Reference], family: str, axis
             assert [entry.logprob for entry in mine.logprobs] == pytest.approx(scores, abs=1e-3)
 
 
+@at_most(2)
 @pytest.mark.parametrize("axis", AXES)
 def test_neighbours_do_not_matter(zoo: dict[str, Reference], alone: LLM, axis: str) -> None:
     prompt, other = random_ids(9), [random_ids(count, seed=5) for count in (3, 50, 7, 20, 1, 33, 12)]
@@ -155,7 +160,7 @@ def test_neighbours_do_not_matter(zoo: dict[str, Reference], alone: LLM, axis: s
     assert ids_of(alone, prompt, replace(seeded, seed=43))[0] != expected
     with running(zoo["llama"].path, **{axis: WORLD}) as llm:
         assert ids_of(llm, prompt, seeded)[0] == expected
-        for place in range(0, 8, 1 if WORLD < 3 else 3):
+        for place in range(8):
             prompts = [*other[:place], prompt, *other[place:]]
             params = [unseeded] * place + [seeded] + [unseeded] * (7 - place)
             assert ids_of(llm, prompts, params)[place] == expected
@@ -163,6 +168,7 @@ def test_neighbours_do_not_matter(zoo: dict[str, Reference], alone: LLM, axis: s
         assert ids_of(llm, [prompt] * 5, GREEDY) == ids_of(alone, [prompt], GREEDY) * 5
 
 
+@at_most(3)
 @pytest.mark.parametrize("axis", AXES)
 def test_penalties_count_the_request_alone(zoo: dict[str, Reference], axis: str) -> None:
     reference = zoo["llama"]
@@ -199,6 +205,7 @@ def _greedy_with_penalties(model: Any, prompt: list[int], params: SamplingParams
     return Greedy(ids[len(prompt) :], np.asarray(rows))
 
 
+@at_most(2)
 @pytest.mark.parametrize("axis", AXES)
 def test_dynamic_scaling_leaves_short_neighbours_alone(
     tmp_path_factory: pytest.TempPathFactory, axis: str
@@ -240,6 +247,7 @@ def _disturbed(llm: LLM) -> None:
     llm.engine.pipeline.stages[-1].forward = forward_with_noise  # type: ignore[method-assign]
 
 
+@at_most(4)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("disturb", [None, _disturbed], ids=["as computed", "disturbed"])
 def test_all_ranks_commit_the_same_tokens(

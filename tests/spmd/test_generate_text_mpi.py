@@ -16,6 +16,7 @@ from support.models import (
     Reference,
     add_tokenizer,
     assert_greedy,
+    at_most,
     build,
     edit_config,
     greedy,
@@ -31,7 +32,7 @@ from spmd.llm import LLM
 from spmd.outputs import CompletionOutput
 from spmd.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, at_most(2)]
 
 WORLD = MPI.COMM_WORLD.size
 VOCAB = 130

@@ -15,6 +15,7 @@ from support.models import (
     Reference,
     add_tokenizer,
     assert_logits,
+    at_most,
     build,
     edit_config,
     edit_weights,
@@ -50,7 +51,7 @@ def test_every_family_on_every_grid(zoo: dict[str, Reference], family: str, grid
     check(zoo[family], **grid)
 
 
-@pytest.mark.skipif(WORLD > 4, reason="seven models; four ranks show it")
+@at_most(4)
 def test_no_bias_is_ignored(zoo: dict[str, Reference], shared_path: Path) -> None:
     reference = zoo["llama_biases"]
 
@@ -66,6 +67,7 @@ def test_no_bias_is_ignored(zoo: dict[str, Reference], shared_path: Path) -> Non
             assert np.abs(llm.logits(reference.ids[1]).numpy() - reference.logits[1]).max() > 0.1, bias
 
 
+@at_most(2)
 def test_rope_base_in_every_place(shared_path: Path) -> None:
     def make() -> list[Reference]:
         nested = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
@@ -100,6 +102,7 @@ def test_head_dim(shared_path: Path, head_dim: object) -> None:
     check(on_rank_zero(make), tp=WORLD)
 
 
+@at_most(2)
 def test_dynamic_scaling_starts_beyond_the_original_length(shared_path: Path) -> None:
     prompts = [random_ids(count) for count in (32, 64, 65, 128)]
 
@@ -120,6 +123,7 @@ def test_dynamic_scaling_starts_beyond_the_original_length(shared_path: Path) ->
     assert same == [True, True, False, False]
 
 
+@at_most(4)
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_tied_embeddings(shared_path: Path, axis: str, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "vocab_size": 130}
@@ -181,6 +185,7 @@ def test_only_real_ids_count_when_all_logits_are_low(shared_path: Path, vocab: i
     assert [found[i] for i in range(vocab)] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
+@at_most(4)
 def test_embedding_rows_beyond_the_tokenizer(shared_path: Path) -> None:
     def make() -> Reference:
         model = build(shared_path, vocab_size=144, bos_token_id=1, eos_token_id=2)

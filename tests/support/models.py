@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from mpi4py import MPI
 
@@ -203,6 +204,11 @@ def same_everywhere(value: Any) -> bool:
     values = group.all_gather_objects(value)
     group.free()
     return all(other == value for other in values)
+
+
+def at_most(ranks: int) -> pytest.MarkDecorator:
+    """Mark of a test that shows nothing new on more ranks."""
+    return pytest.mark.skipif(MPI.COMM_WORLD.size > ranks, reason=f"{ranks} ranks show it")
 
 
 def grids(world: int = MPI.COMM_WORLD.size) -> list[dict[str, int]]:
