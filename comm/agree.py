@@ -14,8 +14,9 @@ def agreed(group: Group) -> Iterator[None]:
     """Run the block on every rank of `group`; if any rank raised `UserError` in it, all raise it.
 
     The message is the lowest such rank's: as it is when every rank failed with the same words or it is the
-    first rank's, which looks on behalf of all; otherwise prefixed with "rank N: " (its rank in the job). Any other exception is a fault of the program
-    and leaves at once on its own rank. Collective: the block must not return early on some ranks only.
+    first rank's, which looks on behalf of all; otherwise prefixed with "rank N: " (its rank in the job).
+    Any other exception is a fault of the program and leaves at once on its own rank. Collective:
+    the block must not return early on some ranks only.
     """
     mine: UserError | None = None
     try:
