@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 BENCH = Path(__file__).resolve().parent
+# A bench runs from a plain checkout as well as with the package installed.
+sys.path.insert(0, str(BENCH.parent))
 _LAUNCHER = ("PMI_", "PMIX_", "HYDRA_", "OMPI_", "MPI_LOCAL")
 
 

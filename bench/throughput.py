@@ -83,14 +83,19 @@ def main() -> None:
 def export_default_model(folder: Path) -> None:
     """Write the default model as a Hugging Face folder in bf16, which every peer reads."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
 
+    from spmd.checkpoint.open import open_checkpoint
     from spmd.checkpoint.resolve import resolve_model
 
-    path = resolve_model(None)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(resolve_model(None))
+    model = LlamaForCausalLM(LlamaConfig(**checkpoint.config)).to(torch.bfloat16)
+    weights = {name: checkpoint.source.read(name, dtype=torch.bfloat16) for name in checkpoint.source.names()}
+    missing = set(model.load_state_dict(weights, strict=False).missing_keys) - {"lm_head.weight"}
+    if missing:
+        raise RuntimeError(f"the default model lacks {sorted(missing)}")
+    model.tie_weights()
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,15 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=16)
     parser.add_argument("--longest", type=int, default=512)
     args = parser.parse_args()
-    llm = LLM(args.model, dtype=args.dtype, enforce_eager=True, max_model_len=4096)
+    llm = LLM(args.model, dtype=args.dtype, enforce_eager=True, max_model_len=4096, skip_tokenizer_init=True)
     prompts = [
         {"prompt_token_ids": ids} for ids in make_prompts(args.requests, args.shortest, args.longest, 0)
     ]
-    llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=2))
+    llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=2, detokenize=False))
     started = time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=args.output, ignore_eos=True))
+    llm.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=args.output, ignore_eos=True, detokenize=False)
+    )
     seconds = time.perf_counter() - started
     tokens = args.requests * args.output
     print(json.dumps({"seconds": seconds, "generated_tokens": tokens, "tokens_per_second": tokens / seconds}))
