@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """Source of named tensors. `shape` is the full, unsharded shape the model expects;
-    `index` selects this rank's part of it."""
+    """The one way a model gets its weights; a dry run and a real load differ in what is behind it."""
 
     def get(
         self,
@@ -23,7 +22,12 @@ class Weights(Protocol):
         shape: tuple[int, ...],
         index: tuple[slice, ...] | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """`tensor[index]` of the tensor `name`, whose full shape must be `shape`.
+
+        `dtype` None keeps the stored type. Dimensions that `index` does not mention are whole.
+        """
+        ...
 
 
 @dataclass(frozen=True)

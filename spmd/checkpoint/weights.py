@@ -1,9 +1,8 @@
-"""What a model asks of a checkpoint: tensors by name, with the shape it expects."""
+"""What a model asks of a checkpoint (see `layers.weights.Weights`): tensors by name, with their shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 import torch
 
@@ -11,19 +10,6 @@ from spmd.checkpoint.source import Index, TensorSource, bounds_shape, slice_boun
 from spmd.comm.errors import UserError
 
 _MOST_NAMED = 5
-
-
-class Weights(Protocol):
-    """The one way a model gets its weights; a dry run and a real load differ in what is behind it."""
-
-    def get(
-        self, name: str, shape: tuple[int, ...], index: Index | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """`tensor[index]` of the tensor `name`, whose full shape must be `shape`.
-
-        `dtype` None keeps the stored type. Dimensions that `index` does not mention are whole.
-        """
-        ...
 
 
 class WeightReader:
