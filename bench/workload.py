@@ -12,20 +12,10 @@ import json
 import time
 from typing import Any
 
-from prompts import make_prompts
+from prompts import add_workload_options, make_prompts
 
 from spmd import LLM, SamplingParams
 from spmd.report import summarize
-
-
-def add_workload_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="default: the small default model")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest prompt")
-    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest prompt")
-    parser.add_argument("--prefix", type=int, default=0, help="tokens all prompts share")
-    parser.add_argument("--output", type=int, default=128, help="tokens each request generates")
 
 
 def main() -> None:

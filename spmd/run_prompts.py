@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from spmd.llm import LLM
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
@@ -22,8 +20,6 @@ def run_prompts(
 ) -> int:
     """Generate for each prompt; rank 0 prints the texts in the prompts' order on stdout."""
     llm = LLM.from_options(options)
-    if llm.is_root and llm.frontend is not None and llm.frontend.tokenizer is None:
-        params = replace(params, skip_special_tokens=False)
 
     def build() -> list[Request]:
         assert llm.frontend is not None

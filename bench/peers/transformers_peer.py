@@ -12,20 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from prompts import make_prompts
+from prompts import add_workload_options, make_prompts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--shortest", type=int, default=16)
-    parser.add_argument("--longest", type=int, default=512)
+    add_workload_options(parser)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-    prompts = make_prompts(args.requests, args.shortest, args.longest, 0)
+    prompts = make_prompts(args.requests, args.shortest, args.longest, args.prefix)
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -11,21 +11,17 @@ from pathlib import Path
 from vllm import LLM, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from prompts import make_prompts
+from prompts import add_workload_options, make_prompts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--shortest", type=int, default=16)
-    parser.add_argument("--longest", type=int, default=512)
+    add_workload_options(parser)
     args = parser.parse_args()
     llm = LLM(args.model, dtype=args.dtype, enforce_eager=True, max_model_len=4096, skip_tokenizer_init=True)
     prompts = [
-        {"prompt_token_ids": ids} for ids in make_prompts(args.requests, args.shortest, args.longest, 0)
+        {"prompt_token_ids": ids}
+        for ids in make_prompts(args.requests, args.shortest, args.longest, args.prefix)
     ]
     llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=2, detokenize=False))
     started = time.perf_counter()
