@@ -25,6 +25,7 @@ from spmd.engine import Engine
 from spmd.frontend import Frontend
 from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
+from spmd.launch.devices import take_device
 from spmd.launch.timers import set_fine_sleeps
 from spmd.layers.weights import Placement
 from spmd.memory import available_bytes, choose_num_blocks
@@ -54,6 +55,8 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
     `UserError` on every rank."""
     torch.set_num_threads(bind_cores(grid.node, options.threads))
     set_fine_sleeps()
+    with agreed(grid.world):
+        device = torch.device(take_device(grid.node, options.device, options.share_devices))
     path = _resolve(options.model, grid)
     with agreed(grid.world):
         checkpoint = open_checkpoint(path)
@@ -66,9 +69,7 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         if grid.world.rank == 0:
             for warning in _check_tensors(config, checkpoint, stored_head):
                 print(f"spmd: warning: {warning}", file=sys.stderr)
-        placement = Placement(
-            _dtype(options.dtype, config.dtype), _device(options.device, grid.node_rank), tp
-        )
+        placement = Placement(_dtype(options.dtype, config.dtype), device, tp)
     with agreed(grid.world):
         weights = ReportedWeights(WeightReader(checkpoint.source), shown=grid.world.rank == 0)
         mine = range(grid.pp_rank, parts.layers.parts, grid.pp_size)
@@ -164,18 +165,6 @@ def _dtype(wanted: str, stored: str | None) -> torch.dtype:
     if name not in known:
         raise UserError(f"the checkpoint's dtype {name!r} cannot be computed in; give --dtype")
     return known[name]
-
-
-def _device(wanted: str, node_rank: int) -> torch.device:
-    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
-        count = torch.cuda.device_count()
-        if node_rank >= count and count != 1:
-            raise UserError(
-                f"--device cuda: rank {node_rank} of this node has no GPU, {count} are visible; start "
-                "fewer ranks a node or use --device cpu"
-            )
-        return torch.device("cuda", min(node_rank, count - 1))
-    return torch.device("cpu")
 
 
 def _make_cache(

@@ -14,6 +14,7 @@ class EngineOptions:
     model: None for the small default model, a Hugging Face folder, a `.gguf` file or a hub id.
     tp, pp, dp: sizes of the grid; tp and pp default to 1, dp to what is left of the world.
     dtype: auto, float32, bfloat16 or float16. device: auto, cpu or cuda.
+    share_devices: let the ranks of a node share its GPUs when there are fewer.
     max_model_len: longest prompt plus output, in tokens; default the model's own limit.
     kv_memory: bytes of KV cache per rank; default from what is free.
     max_batch_tokens, max_running: tokens and sequences of one micro-batch.
@@ -28,6 +29,7 @@ class EngineOptions:
     dp: int | None = None
     dtype: str = "auto"
     device: str = "auto"
+    share_devices: bool = False
     max_model_len: int | None = None
     kv_memory: int | None = None
     max_batch_tokens: int = 2048

@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    engine.add_argument("--share-devices", action="store_true", help="more ranks on a node than its GPUs")
     engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output")
     engine.add_argument("--kv-memory", type=_bytes, metavar="SIZE", help="KV cache per rank, such as 2GB")
     engine.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens of one micro-batch")
@@ -103,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
         dp=args.dp,
         dtype=args.dtype,
         device=args.device,
+        share_devices=args.share_devices,
         max_model_len=args.max_model_len,
         kv_memory=args.kv_memory,
         max_batch_tokens=args.max_batch_tokens,
