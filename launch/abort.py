@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -13,12 +15,15 @@ from typing import NoReturn
 from mpi4py import MPI
 
 from spmd.comm.errors import UserError
+from spmd.launch.launcher import find_launch
 from spmd.launch.shared_files import unlink_shared_files
 
 EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
 _GRACE_S = 5.0
+_ECHO_S = 1.0
+_LAST_S = 0.3
 _ARRIVED_TAG = 32767  # the highest that every MPI library has
 
 
@@ -33,21 +38,58 @@ def run_guarded(main: Callable[[], int]) -> None:
     except UserError as error:
         code = _report_user_error(error)
     except BaseException as error:
+        if isinstance(error, SystemExit) and MPI.COMM_WORLD.size == 1:
+            raise
         if not isinstance(error, SystemExit) or error.code:
             _abort(error)
         code = 0
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.exit(code)
+    sys.exit(_leave(code))
+
+
+def end_job(code: int, message: str) -> NoReturn:
+    """End all ranks from any thread, with one line on stderr that says why. The main thread may be busy.
+
+    Where all ranks do this at once, as they do on a signal to the launcher, rank 0 speaks for them.
+    """
+    rank, size = 0, 1
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if rank != 0:
+        time.sleep(_ECHO_S)
+    with suppress(OSError):  # not sys.stderr: the main thread may hold its lock
+        os.write(2, f"spmd: rank {rank} of {size} {message}\n".encode())
+    unlink_shared_files()
+    if size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        # In case the main thread is in a call that keeps MPI to itself.
+        threading.Timer(_ECHO_S, os._exit, (code,)).start()
+        MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _leave(code: int) -> int:
+    """This rank's exit code. Launchers take the first code that is not 0 as a failure, upon which `srun -K`
+    kills the ranks that have not left yet and reports the kill: so only rank 0 has it, and leaves last."""
+    world = MPI.COMM_WORLD
+    if code == 0 or world.size == 1:
+        return code
+    rank = world.rank
+    MPI.Finalize()
+    if rank != 0:
+        return 0
+    time.sleep(_LAST_S)
+    return code
 
 
 def install_excepthook() -> None:
     """Make an uncaught exception in a user's own script end the job, as `run_guarded` does.
 
-    Without effect in a job of one rank. `sys.exit` is no uncaught exception to Python: a rank that leaves
-    by it is missed by the others when their time limit is over.
+    Without effect where one rank was started. `sys.exit` is no uncaught exception to Python: a rank that
+    leaves by it is missed by the others when their time limit is over.
     """
-    if MPI.COMM_WORLD.size > 1:
+    launch = find_launch(os.environ)
+    if MPI.COMM_WORLD.size > 1 or (launch is not None and launch.size > 1):
         sys.excepthook = _end_job
 
 

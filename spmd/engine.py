@@ -82,6 +82,25 @@ class Engine:
             if micro is None:
                 self._done += self._finish(self.scheduler.release_finished(lane))
 
+    def drop(self, running: bool) -> None:
+        """Forget requests without an output: those that have not started, or with `running` all of them.
+
+        Blocks of running ones are free with the step they are in.
+        """
+        scheduler = self.scheduler
+        kept = set()
+        if not running:
+            kept = {sequence.request.request_id for lane in scheduler.running for sequence in lane}
+        for request_id in [name for name in self._sequences if name not in kept]:
+            for sequence in self._sequences.pop(request_id):
+                self._texts.pop(id(sequence), None)
+                if sequence.finish_reason is None:
+                    sequence.finish_reason = "abort"
+        scheduler.drop_finished_waiting()
+        for lane, micro in enumerate(self._lanes):
+            if micro is None:
+                scheduler.release_finished(lane)
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.num_unfinished > 0 or bool(self._done)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,10 @@ from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
 from spmd.comm.grid import Grid
 from spmd.launch.abort import install_excepthook
+from spmd.launch.launcher import find_launch, local_rank_warning, require_whole_world
 from spmd.launch.shared_files import unlink_shared_files
+from spmd.launch.signals import LEAVE, SignalWatch
+from spmd.launch.stop import StopAgreement
 from spmd.loading import load
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
@@ -77,6 +82,7 @@ class LLM:
 
     def _start(self, options: EngineOptions, comm: MPI.Comm) -> None:
         self.options = options
+        require_whole_world(os.environ)
         self.grid = Grid.create(
             comm,
             self.options.tp,
@@ -87,6 +93,7 @@ class LLM:
         )
         if self.grid.node_rank == 0:
             unlink_shared_files()
+        self._check_places(comm)
         loaded = load(self.options, self.grid)
         self.path = loaded.path
         self.config = loaded.config
@@ -155,9 +162,13 @@ class LLM:
         build: Callable[[], list[Request]],
         on_output: Callable[[RequestOutput], None],
         on_step: Callable[[], None] | None = None,
+        watch: SignalWatch | None = None,
     ) -> None:
         """Run the requests that `build` makes on rank 0. `on_output` is called on rank 0 with each output
-        as it finishes, `on_step` between steps. Collective."""
+        as it finishes, `on_step` between steps. Collective.
+
+        With a `watch`, a signal to any rank makes all of them leave requests that have not started, and
+        those that are running too once the grace period is over. These have no output."""
         requests = self._from_root(build)
         started = time.perf_counter()
         steps = self.engine.steps
@@ -173,7 +184,13 @@ class LLM:
         queue = WorkQueue(requests, self.grid, counter)
         capacity = scheduler.max_running * len(scheduler.running)
         collector = OutputCollector(self.grid, count, self.options.timeout_s)
+        stop = StopAgreement(self.grid, watch) if watch is not None else None
+        level = 0
         while True:
+            if stop is not None and (agreed_level := stop.step()) > level:
+                level = agreed_level
+                queue.close()
+                engine.drop(running=level == LEAVE)
             for request in queue.take(0 if scheduler.waiting else capacity - scheduler.num_unfinished):
                 engine.add(request)
             if engine.has_work:
@@ -185,6 +202,8 @@ class LLM:
         engine.drain()
         busy = time.perf_counter() - started
         collector.close()
+        if stop is not None:
+            stop.close()
         if counter is not None:
             counter.free()
         seconds = time.perf_counter() - started
@@ -196,6 +215,15 @@ class LLM:
     def usage(self) -> list[RankUsage]:
         """Where the time of the last run went, for every rank; on every rank. Needs `report=True`."""
         return self.grid.world.all_gather_objects(self._usage)
+
+    def _check_places(self, comm: MPI.Comm) -> None:
+        if self.grid.size == 1 or MPI.Comm.Compare(comm, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
+            return
+        launch = find_launch(os.environ)
+        told = launch.local_rank if launch is not None else None
+        warning = local_rank_warning(launch, self.grid.world.all_gather_objects((told, self.grid.node_rank)))
+        if warning is not None and self.is_root:
+            print(f"spmd: warning: {warning}", file=sys.stderr)
 
     def _generate(self, build: Callable[[], list[Request]]) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []

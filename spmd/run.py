@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from typing import Any, NoReturn
 
 from spmd.launch.mpi import require_mpi
+from spmd.launch.signals import DEFAULT_GRACE_S, SignalWatch
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,6 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
     work.add_argument("--input", metavar="FILE.jsonl", help="requests in the OpenAI Batch form")
     work.add_argument(
         "--output", metavar="FILE.jsonl", help="their answers; finished ones are kept on a rerun"
+    )
+    work.add_argument(
+        "--stop-grace",
+        type=float,
+        default=DEFAULT_GRACE_S,
+        metavar="SECONDS",
+        help="how long SIGUSR1 or SIGTERM lets a batch finish the lines it is at (default 20)",
     )
     work.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja chat template that replaces the model's"
@@ -85,8 +94,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command on this rank and return its exit code."""
+def main(arguments: list[str] | None = None, watch: SignalWatch | None = None) -> int:
+    """Run the command on this rank and return its exit code. A batch stops when `watch` says so."""
     from spmd.comm.errors import UserError
     from spmd.options import EngineOptions
 
@@ -95,6 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("give either --prompt TEXT or --input FILE.jsonl (see python -m spmd.run --help)")
     if args.input and not args.output:
         raise UserError("--input needs --output FILE.jsonl for the answers")
+    if not args.stop_grace >= 0:
+        raise UserError(f"--stop-grace: {args.stop_grace} is out of range, expected 0 seconds or more")
     if args.output and not args.input:
         raise UserError("--output goes with --input FILE.jsonl")
     options = EngineOptions(
@@ -121,7 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
     if args.input:
         from spmd.run_batch import run_batch
 
-        return run_batch(options, args.input, args.output, args.report)
+        if watch is not None:
+            watch.stop_gracefully(args.stop_grace)
+        return run_batch(options, args.input, args.output, args.report, watch)
     from spmd.run_prompts import run_prompts
 
     return run_prompts(options, args.prompt, args.system, args.raw, sampling_params(args), args.report)
@@ -177,11 +190,19 @@ _counts.__name__, _bias.__name__, _bytes.__name__ = "list of numbers", "ID=BIAS"
 def cli() -> None:
     """Entry point: every rank runs it."""
     require_mpi()
-    from spmd.launch.abort import run_guarded
+    from spmd.launch.abort import end_job, run_guarded
+    from spmd.launch.launcher import require_whole_world
 
     if any(word in ("-h", "--help") for word in sys.argv[1:]):
         _help_once()
-    run_guarded(main)
+    watch = SignalWatch(end_job)
+    watch.start()
+
+    def guarded() -> int:
+        require_whole_world(os.environ)
+        return main(watch=watch)
+
+    run_guarded(guarded)
 
 
 def _help_once() -> NoReturn:

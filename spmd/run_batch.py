@@ -10,6 +10,7 @@ from spmd.batch_file import EXIT_OK, EXIT_SOME_FAILED, BatchFailure, BatchItem, 
 from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
 from spmd.frontend import Frontend
+from spmd.launch.signals import EXIT_STOPPED, SignalWatch
 from spmd.llm import LLM
 from spmd.openai_api import ApiError, ApiRequest, parse_chat, parse_completion
 from spmd.openai_responses import chat_response, completion_response
@@ -37,6 +38,11 @@ class BatchRun:
         self._frontend = frontend
         self._model = model
         self._open: dict[int, _Open] = {}
+
+    @property
+    def unfinished(self) -> int:
+        """Lines whose answers have not all been taken."""
+        return len(self._open)
 
     def requests(self, entries: list[BatchItem | BatchFailure]) -> list[Request]:
         """Requests of the lines that are not finished yet. Bad lines get their error record here."""
@@ -108,9 +114,16 @@ class BatchRun:
         return self._frontend.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def run_batch(options: EngineOptions, input_path: str, output_path: str, report: str | None = None) -> int:
+def run_batch(
+    options: EngineOptions,
+    input_path: str,
+    output_path: str,
+    report: str | None = None,
+    watch: SignalWatch | None = None,
+) -> int:
     """Answer every line of `input_path` once. Returns 0 if all lines were answered, 1 if some have an
-    error record instead. A rerun with the same output computes only what is missing."""
+    error record instead, EXIT_STOPPED if `watch` made it leave some. A rerun with the same output computes
+    only what is missing."""
     llm = LLM.from_options(options)
     writer: BatchWriter | None = None
     entries: list[BatchItem | BatchFailure] = []
@@ -121,7 +134,7 @@ def run_batch(options: EngineOptions, input_path: str, output_path: str, report:
     code = EXIT_OK
     if writer is None:
         with RunProgress(llm, 0) as progress:
-            llm.run(list, lambda output: None, progress.step)
+            llm.run(list, lambda output: None, progress.step, watch)
     else:
         with writer:
             assert llm.frontend is not None
@@ -135,13 +148,21 @@ def run_batch(options: EngineOptions, input_path: str, output_path: str, report:
                     batch.take(output)
                     progress.finished(output)
 
-                llm.run(lambda: batch.requests(entries), keep, progress.step)
-            failed = sum(writer.status_of(entry) != 200 for entry in entries)
+                llm.run(lambda: batch.requests(entries), keep, progress.step, watch)
+            left = batch.unfinished
+            failed = sum(writer.status_of(entry) != 200 for entry in entries) - left
             if failed:
                 print(
                     f"spmd: {failed} of {len(entries)} lines have an error record in {output_path}",
                     file=sys.stderr,
                 )
                 code = EXIT_SOME_FAILED
+            if left:
+                print(
+                    f"spmd: told to stop: {left} of {len(entries)} lines are left to do; the same command "
+                    f"does them (exit code {EXIT_STOPPED})",
+                    file=sys.stderr,
+                )
+                code = EXIT_STOPPED
     print_summary(llm, report)
     return llm.grid.world.broadcast_object(code)

@@ -119,6 +119,10 @@ class Scheduler:
         self.waiting.remove(sequence)
         return True
 
+    def drop_finished_waiting(self) -> None:
+        """Forget waiting sequences that were given a finish reason."""
+        self.waiting = deque(s for s in self.waiting if s.finish_reason is None)
+
     def check(self) -> None:
         """Raise AssertionError if a block is lost or miscounted, or a sequence lacks blocks."""
         sequences = [s for lane in self.running for s in lane]

@@ -54,6 +54,12 @@ class WorkQueue:
         self._counter = counter
         self.exhausted = False
 
+    def close(self) -> None:
+        """Take nothing more, here or on any other replica. The same call on every rank of the replica."""
+        if self._counter is not None and self._grid.replica.rank == 0:
+            self._counter.add(len(self._requests))
+        self.exhausted = True
+
     def take(self, room: int) -> Sequence[Request]:
         """At most `room` further requests. The same call on every rank of the replica."""
         if self.exhausted or room < 1:
