@@ -6,6 +6,7 @@ from mpi4py import MPI
 
 from spmd.comm.errors import UserError
 from spmd.comm.group import DEFAULT_TIMEOUT_S, Group, make_group
+from spmd.comm.ledger import Ledger
 from spmd.comm.waiting import meet
 
 
@@ -64,6 +65,7 @@ class Grid:
         self.dp = dp
         self.replica = replica
         self.node = node
+        self.ledger: Ledger | None = None
 
     @classmethod
     def create(
@@ -74,11 +76,12 @@ class Grid:
         dp: int | None = None,
         backend: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        ledger: Ledger | None = None,
     ) -> Grid:
         """Split `comm` (which stays the caller's) into a grid. Collective.
 
-        `backend` and `timeout_s` as in `make_group`. Raises `UserError` on every rank when the world does not
-        factor or the backend cannot serve it.
+        `backend`, `timeout_s` and `ledger` as in `make_group`; `free` closes the ledger. Raises `UserError`
+        on every rank when the world does not factor or the backend cannot serve it.
         """
         _, stages, shards = factor_world(comm.size, tp, pp, dp)
         meet(comm, "the grid of ranks", timeout_s)
@@ -86,14 +89,14 @@ class Grid:
 
         def split(name: str, color: int) -> Group:
             part = base.Split(color, base.rank)
-            group = make_group(part, backend, timeout_s, name)
+            group = make_group(part, backend, timeout_s, name, ledger)
             part.Free()
             return group
 
         replica, place = divmod(base.rank, stages * shards)
         stage, shard = divmod(place, shards)
         try:
-            world = make_group(base, backend, timeout_s, "world")
+            world = make_group(base, backend, timeout_s, "world", ledger)
             node = base.Split_type(MPI.COMM_TYPE_SHARED, base.rank)
             grid = cls(
                 world=world,
@@ -101,8 +104,9 @@ class Grid:
                 pp=split("pp", replica * shards + shard),
                 dp=split("dp", place),
                 replica=split("replica", replica),
-                node=make_group(node, backend, timeout_s, "node"),
+                node=make_group(node, backend, timeout_s, "node", ledger),
             )
+            grid.ledger = ledger
             node.Free()
         finally:
             base.Free()
@@ -160,6 +164,8 @@ class Grid:
         """Give back all communicators and shared memory. Collective over the world."""
         for group in (self.tp, self.pp, self.dp, self.replica, self.node, self.world):
             group.free()
+        if self.ledger is not None:
+            self.ledger.close()
 
     def __str__(self) -> str:
         axes = ", ".join(f"{group.name} {group.rank}/{group.size}" for group in (self.dp, self.pp, self.tp))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from spmd.comm.errors import UserError
+from spmd.comm.ledger import Ledger, Operation
 from spmd.comm.objects import broadcast_object, gather_objects
-from spmd.comm.pending import PendingRecv, PendingSend, byte_pieces, host_copy, host_like, on_host
+from spmd.comm.pending import PendingRecv, PendingSend, RunWait, byte_pieces, host_copy, host_like, on_host
 from spmd.comm.reduce import check_summable, max_into, sum_into
 from spmd.comm.waiting import meet, wait_until
 
@@ -21,6 +22,7 @@ BACKENDS = ("auto", "shm", "mpi", "nccl")
 DEFAULT_TIMEOUT_S = 600.0
 RESERVED_TAG = 32767  # the largest that every MPI library has; collectives made of messages use it
 
+T = TypeVar("T")
 Combine = Callable[[Tensor, Sequence[Tensor]], None]
 
 
@@ -50,14 +52,29 @@ class Group(ABC):
         world.Free()
         mine.Free()
         self._abandoned: list[MPI.Request] = []  # MPI may still use the memory of a request that hung
+        self._run: Callable[..., Any] = _run_unrecorded
+        self._number = 0  # of this group in the ledger
+
+    def record_in(self, ledger: Ledger) -> None:
+        """Write this rank's collectives and waits in the group into `ledger` from now on."""
+        if self.size > 1:
+            self._run, self._number = ledger.run, ledger.add_group(self.name, self.ranks)
+            barrier = self.barrier
+            self.barrier = lambda: self._run(  # type: ignore[method-assign]
+                self._number, Operation.barrier, 0, -1, False, barrier
+            )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place; returns `x`. fp64, fp32, bf16, fp16 and integers."""
-        return self._reduce_in_place(x, sum_into)
+        return self._run(
+            self._number, Operation.all_reduce, x.nbytes, -1, False, self._reduce_in_place, x, sum_into
+        )
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Element-wise maximum over ranks, in place; returns `x`. A NaN stays."""
-        return self._reduce_in_place(x, max_into)
+        return self._run(
+            self._number, Operation.all_reduce_max, x.nbytes, -1, False, self._reduce_in_place, x, max_into
+        )
 
     def all_gather(self, x: Tensor, sizes: Sequence[int], dim: int = 0) -> Tensor:
         """Concatenate the ranks' tensors along `dim`, of which rank r has `sizes[r]` (0 allowed).
@@ -70,7 +87,18 @@ class Group(ABC):
         mine = x if on_host(x) else host_copy(x)
         gathered = torch.empty(sum(counts), dtype=x.dtype)
         if gathered.numel():
-            self._all_gather(mine.view(-1), counts, gathered)
+            flat = mine.view(-1)
+            self._run(
+                self._number,
+                Operation.all_gather,
+                gathered.nbytes,
+                -1,
+                False,
+                self._all_gather,
+                flat,
+                counts,
+                gathered,
+            )
         if leading == 1:
             result = gathered.view(_with(x, dim, sum(sizes)))
         else:
@@ -93,7 +121,17 @@ class Group(ABC):
             flat = torch.cat([part.reshape(-1) for part in x.split(list(sizes), dim)]).cpu()
         result = torch.empty(counts[self.rank], dtype=x.dtype)
         if flat.numel():
-            self._reduce_scatter(flat, counts, result)
+            self._run(
+                self._number,
+                Operation.reduce_scatter,
+                flat.nbytes,
+                -1,
+                False,
+                self._reduce_scatter,
+                flat,
+                counts,
+                result,
+            )
         return result.view(_with(x, dim, sizes[self.rank])).to(x.device)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
@@ -101,7 +139,16 @@ class Group(ABC):
         self._check_peer(root)
         host = x if on_host(x) else host_copy(x) if self.rank == root else host_like(x)
         if x.numel():
-            self._broadcast(host.view(-1), root)
+            self._run(
+                self._number,
+                Operation.broadcast,
+                x.nbytes,
+                self.ranks[root],
+                False,
+                self._broadcast,
+                host.view(-1),
+                root,
+            )
         if host is not x and self.rank != root:
             x.copy_(host)
         return x
@@ -119,15 +166,17 @@ class Group(ABC):
         self._check_peer(peer, tag)
         host = x if on_host(x) else host_copy(x)
         requests = [self.comm.Isend(piece, peer, tag) for piece in byte_pieces(host)]
-        return PendingSend(requests, host, f"send to {self._describe(peer)}, tag {tag}", self.timeout_s)
+        what = f"send to {self._describe(peer)}, tag {tag}"
+        return PendingSend(requests, host, what, self.timeout_s, self._recorded_wait(Operation.send, x, peer))
 
     def irecv(self, x: Tensor, peer: int, tag: int = 0) -> PendingRecv:
         """Start receiving into `x` from rank `peer` of the group. Keep the handle until it is done."""
         self._check_peer(peer, tag)
         host = x if on_host(x) else host_like(x)
         requests = [self.comm.Irecv(piece, peer, tag) for piece in byte_pieces(host)]
+        what = f"receive from {self._describe(peer)}, tag {tag}"
         return PendingRecv(
-            requests, x, host, f"receive from {self._describe(peer)}, tag {tag}", self.timeout_s
+            requests, x, host, what, self.timeout_s, self._recorded_wait(Operation.recv, x, peer)
         )
 
     def send(self, x: Tensor, peer: int, tag: int = 0) -> None:
@@ -145,21 +194,50 @@ class Group(ABC):
         """
         self._check_peer(root)
         what = f"broadcast of an object from {self._describe(root)}"
-        return broadcast_object(self.comm, obj, root, lambda request: self._wait(request, what, timeout_s))
+        return self._run(
+            self._number,
+            Operation.broadcast_object,
+            0,
+            self.ranks[root],
+            timeout_s == math.inf,
+            broadcast_object,
+            self.comm,
+            obj,
+            root,
+            lambda request: self._wait(request, what, timeout_s),
+        )
 
     def gather_objects(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Every rank's picklable `obj`, in rank order, on `root`; None elsewhere."""
         self._check_peer(root)
         what = f"gather of objects to {self._describe(root)}"
-        return gather_objects(self.comm, obj, root, lambda request: self._wait(request, what))
+        return self._run(
+            self._number,
+            Operation.gather_objects,
+            0,
+            self.ranks[root],
+            False,
+            gather_objects,
+            self.comm,
+            obj,
+            root,
+            lambda request: self._wait(request, what),
+        )
 
     def all_gather_objects(self, obj: Any) -> list[Any]:
         """Every rank's picklable `obj`, in rank order, on every rank."""
-        gathered = gather_objects(
-            self.comm, obj, None, lambda request: self._wait(request, "all_gather_objects")
+        return self._run(
+            self._number,
+            Operation.all_gather_objects,
+            0,
+            -1,
+            False,
+            gather_objects,
+            self.comm,
+            obj,
+            None,
+            lambda request: self._wait(request, "all_gather_objects"),
         )
-        assert gathered is not None
-        return gathered
 
     def free(self) -> None:
         """Give back the communicator. Collective; the group is unusable afterwards."""
@@ -206,6 +284,11 @@ class Group(ABC):
         for request in requests:
             wait_until(request.Test, lambda: f"{what} in {self}", limit)
         del self._abandoned[len(self._abandoned) - len(requests) :]
+
+    def _recorded_wait(self, operation: int, x: Tensor, peer: int) -> RunWait:
+        run, number, rank = self._run, self._number, self.ranks[peer]
+        size = x.nbytes
+        return lambda idle, wait: run(number, operation, size, rank, idle, wait)
 
     def _describe(self, peer: int) -> str:
         return f"rank {self.ranks[peer]}"
@@ -278,12 +361,17 @@ class SingleGroup(Group):
 
 
 def make_group(
-    comm: MPI.Comm, backend: str = "auto", timeout_s: float = DEFAULT_TIMEOUT_S, name: str = "group"
+    comm: MPI.Comm,
+    backend: str = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    name: str = "group",
+    ledger: Ledger | None = None,
 ) -> Group:
     """The group of the ranks of `comm`, over a duplicate of it. Collective; give it back with `free()`.
 
     `backend`: "mpi"; "shm", for ranks on one node; "auto", which takes shm where it can. "nccl" is the place
     of GPU collectives (a `Group` over one `cupy.cuda.nccl.NcclCommunicator`), refused until it is built.
+    `ledger`: where to record what this rank does in the group.
     Raises `UserError`, on every rank, for a backend that is unknown or cannot serve these ranks.
     """
     from spmd.comm.mpi import MpiGroup
@@ -310,7 +398,22 @@ def make_group(
             "use 'auto' or 'mpi'"
         )
     made: type[Group] = ShmGroup if one_node and backend != "mpi" else MpiGroup
-    return made(_own(comm), name, timeout_s)
+    group = made(_own(comm), name, timeout_s)
+    if ledger is not None:
+        group.record_in(ledger)
+    return group
+
+
+def _run_unrecorded(
+    group: int,
+    operation: int,
+    size: int,
+    peer: int,
+    idle: bool,
+    call: Callable[..., T],
+    *arguments: Any,
+) -> T:
+    return call(*arguments)
 
 
 def _own(comm: MPI.Comm) -> MPI.Intracomm:

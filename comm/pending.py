@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spmd.comm.waiting import wait_until
+
+RunWait = Callable[[bool, Callable[[], None]], None]
+"""Runs a wait (which may last for ever, if true) where it can be seen."""
 
 PIECE_BYTES = 1 << 30  # MPI-3 libraries count bytes in 32 bits
 
@@ -51,11 +55,14 @@ def byte_pieces(x: Tensor) -> list[tuple[MPI.buffer, int, MPI.Datatype]]:
 class PendingSend:
     """A send under way. The tensor must stay unchanged until `test()` is true or `wait()` returns."""
 
-    def __init__(self, requests: Sequence[MPI.Request], tensor: Tensor, what: str, timeout_s: float) -> None:
+    def __init__(
+        self, requests: Sequence[MPI.Request], tensor: Tensor, what: str, timeout_s: float, run: RunWait
+    ) -> None:
         self._requests = list(requests)
         self._tensor: Tensor | None = tensor  # keeps the memory alive while MPI reads it
         self._what = what
         self._timeout_s = timeout_s
+        self._run = run
 
     def test(self) -> bool:
         """Whether the tensor may be reused. Never blocks."""
@@ -71,14 +78,21 @@ class PendingSend:
 
         Raises `HangError` after `timeout_s` seconds (default: the group's; `math.inf` waits for ever).
         """
-        wait_until(self.test, self._what, self._timeout_s if timeout_s is None else timeout_s)
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        self._run(limit == math.inf, lambda: wait_until(self.test, self._what, limit))
 
 
 class PendingRecv:
     """A receive under way into the tensor it was posted with."""
 
     def __init__(
-        self, requests: Sequence[MPI.Request], into: Tensor, staged: Tensor, what: str, timeout_s: float
+        self,
+        requests: Sequence[MPI.Request],
+        into: Tensor,
+        staged: Tensor,
+        what: str,
+        timeout_s: float,
+        run: RunWait,
     ) -> None:
         self._requests = list(requests)
         self._into = into
@@ -87,6 +101,7 @@ class PendingRecv:
         self._received = 0
         self._what = what
         self._timeout_s = timeout_s
+        self._run = run
 
     def test(self) -> bool:
         """Whether the message has arrived in the tensor. Never blocks.
@@ -114,5 +129,6 @@ class PendingRecv:
         Raises `HangError` after `timeout_s` seconds (default: the group's; `math.inf` waits for ever);
         the receive stays posted, so a later `wait()` can still succeed.
         """
-        wait_until(self.test, self._what, self._timeout_s if timeout_s is None else timeout_s)
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        self._run(limit == math.inf, lambda: wait_until(self.test, self._what, limit))
         return self._into
