@@ -103,7 +103,7 @@ def _sample(pairs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
 
 
 def _one_way(comm: MPI.Intracomm, peer: int, leads: bool, size: int, timeout_s: float) -> float:
-    """Median seconds one way. The leading rank takes the times, and says in each ping whether it is the last."""
+    """Median seconds one way, on the leading rank, which says in each ping whether it is the last."""
     ping, pong = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
     times: list[float] = []
     if not leads:
