@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from spmd.comm.errors import UserError
 from spmd.comm.partition import Partition
-from spmd.config import ModelConfig
 
 # What a layer costs besides its matrices (norms, rotary, attention, many small operations), as weights read
 # in the same time. Measured with the default model, batches of 32 on a CPU.
 _LAYER_OVERHEAD = 1_300_000
 
 
+class LayerSizes(Protocol):
+    """What the cost of a layer and of the head follows from: a `ModelConfig`, or a plan's `ModelShape`."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
 def split_layers(
-    config: ModelConfig, pp: int, interleave: int = 1, counts: list[int] | None = None
+    config: LayerSizes, pp: int, interleave: int = 1, counts: list[int] | None = None
 ) -> Partition:
     """Layers of each of the `pp * interleave` stages, every layer on exactly one.
 
