@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import mmap
 import os
 import struct
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
@@ -38,6 +40,7 @@ ENTRY = struct.Struct(
     "8q"
 )  # number, packed place, number in the group, bytes, peer or root, 0, entered, left
 IDLE_BIT = 1 << 7
+_OTHERS_ARRIVE_S, _OTHERS_SPEAK_S = 0.2, 2.0
 _THROUGH = ("comm/group.py", "comm/pending.py", "comm/agree.py", "spmd/clock.py", "contextlib.py")
 
 
@@ -72,8 +75,10 @@ class Operation:
     all_gather_objects: Final = 9
     send: Final = 10
     recv: Final = 11
+    kernel_reduce: Final = 12  # of a kernel, recorded only when it has to wait
 
 
+FIRST_UNNUMBERED = Operation.send  # these do not count in the numbers that ranks of a group have in common
 OPERATION_NAMES = {number: name for name, number in vars(Operation).items() if isinstance(number, int)}
 
 
@@ -126,6 +131,7 @@ class Ledger:
         if path is not None:
             with suppress(OSError):
                 ledger = cls(os.open(path, os.O_RDWR), node.size, node.rank, MPI.COMM_WORLD.rank)
+                atexit.register(ledger.leave)
         complete = all(node.allgather(ledger is not None))
         if node.rank == 0 and path is not None:
             Path(path).unlink(missing_ok=True)
@@ -161,7 +167,7 @@ class Ledger:
             site = self._find_site(frame)
         counts = self._counts
         sequence = counts[group]
-        if operation < 10:  # messages have no number in the group
+        if operation < FIRST_UNNUMBERED:
             sequence += 1
             counts[group] = sequence
         self._number = number = self._number + 1
@@ -187,7 +193,7 @@ class Ledger:
         except BaseException as error:
             words[left] = -monotonic_ns()  # not done, but no longer waiting
             if self.explain is not None and isinstance(error, RuntimeError):
-                error.__notes__ = [*getattr(error, "__notes__", []), self.explain()]  # type: ignore[attr-defined]
+                self._add_explanation(error, self.explain)
             raise
         words[left] = monotonic_ns()
         return result
@@ -201,6 +207,7 @@ class Ledger:
         self.leave()
         if not self.closed:
             self.closed = True
+            atexit.unregister(self.leave)
             os.close(self.fd)
 
     def claim(self) -> bool:
@@ -219,6 +226,15 @@ class Ledger:
     @property
     def asked_for_stack(self) -> bool:
         return bool(self._words[Place.asked_for_stack])
+
+    def _add_explanation(self, error: RuntimeError, explain: Callable[[], str]) -> None:
+        """Say where all ranks are in what Python (from 3.11 on) prints of the error, on one rank of the node.
+        The others, which tend to fail for the same reason, let it speak first."""
+        if self.claim():
+            time.sleep(_OTHERS_ARRIVE_S)
+            error.__notes__ = [explain()]  # type: ignore[attr-defined]
+        else:
+            time.sleep(_OTHERS_SPEAK_S)
 
     def _find_site(self, frame: FrameType) -> int:
         """The number of the line that called the communication layer. Slow for calls by way of helpers."""

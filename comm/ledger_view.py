@@ -13,6 +13,7 @@ from pathlib import Path
 from spmd.comm.ledger import (
     ENTRY,
     ENTRY_BYTES,
+    FIRST_UNNUMBERED,
     GROUP_BYTES,
     GROUPS_START,
     HEAD_BYTES,
@@ -71,7 +72,12 @@ class Entry:
 
     @property
     def is_message(self) -> bool:
-        return self.operation >= Operation.send
+        return self.operation in (Operation.send, Operation.recv)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether `sequence` is the same on all ranks of the group that are in this."""
+        return self.operation < FIRST_UNNUMBERED
 
     @property
     def signature(self) -> tuple[int, int, int]:
@@ -93,7 +99,8 @@ class Entry:
             text += f" from rank {self.peer}"
         if self.is_message:
             return f"{text}, {self.group} group"
-        return f"{text}, number {self.sequence} of the {self.group} group ({list_ranks(self.members)})"
+        number = f"number {self.sequence} of " if self.is_numbered else ""
+        return f"{text}, {number}the {self.group} group ({list_ranks(self.members)})"
 
 
 @dataclass(frozen=True)

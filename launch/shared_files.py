@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,3 +21,27 @@ def unlink_shared_files() -> None:
     with suppress(OSError):
         for name in set(_MAPPED.findall(Path("/proc/self/maps").read_text())):
             Path(name).unlink(missing_ok=True)
+
+
+def unlink_once_shared(environment: Mapping[str, str]) -> None:
+    """`unlink_shared_files`, if every rank of the node has mapped them; for the time before ranks meet.
+
+    Each rank calls it after `MPI_Init`, and the last one to do so finds them all. That needs a launcher that
+    tells how many ranks the node has and starts them itself, as Hydra does; without it nothing is done.
+    """
+    ranks = environment.get("MPI_LOCALNRANKS", "")
+    if not ranks.isdigit() or int(ranks) < 2:
+        return
+    with suppress(OSError):
+        names = set(_MAPPED.findall(Path("/proc/self/maps").read_text()))
+        parent = os.getppid()
+        siblings = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        if names and sum(names <= _mapped_by(pid) for pid in siblings) >= int(ranks):
+            unlink_shared_files()
+
+
+def _mapped_by(pid: str) -> set[str]:
+    try:
+        return set(_MAPPED.findall(Path(f"/proc/{pid}/maps").read_text()))
+    except OSError:
+        return set()

@@ -17,11 +17,13 @@ from spmd.collect import OutputCollector
 from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
 from spmd.comm.grid import Grid
-from spmd.launch.abort import install_excepthook
+from spmd.launch.abort import end_job, install_excepthook
 from spmd.launch.launcher import find_launch, local_rank_warning, require_whole_world
-from spmd.launch.shared_files import unlink_shared_files
+from spmd.launch.leaving import assemble, install_exit_hook
+from spmd.launch.shared_files import unlink_once_shared, unlink_shared_files
 from spmd.launch.signals import LEAVE, SignalWatch
 from spmd.launch.stop import StopAgreement
+from spmd.launch.watchdog import HEAD_START_S, open_watched
 from spmd.loading import load
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
@@ -33,8 +35,10 @@ from spmd.work_queue import SharedCounter, WorkQueue
 Prompt = str | Sequence[int]
 T = TypeVar("T")
 
-# On import: a script may fail on one rank before it makes its LLM, while the others wait for it in theirs.
+# On import: a script may fail or end on one rank before it makes its LLM, while others wait for it in theirs.
 install_excepthook()
+install_exit_hook()
+unlink_once_shared(os.environ)
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,16 @@ class LLM:
     def _start(self, options: EngineOptions, comm: MPI.Comm) -> None:
         self.options = options
         require_whole_world(os.environ)
+        assemble(comm, options.timeout_s)
+        ledger = open_watched(comm, options.timeout_s, end_job)
         self.grid = Grid.create(
             comm,
             self.options.tp,
             self.options.pp,
             self.options.dp,
             self.options.comm_backend,
-            self.options.timeout_s,
+            self.options.timeout_s + (0.0 if ledger is None else HEAD_START_S),
+            ledger,
         )
         if self.grid.node_rank == 0:
             unlink_shared_files()
