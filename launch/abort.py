@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -24,6 +25,10 @@ EXIT_INTERRUPTED = 130  # as shells report SIGINT
 _GRACE_S = 5.0
 _ECHO_S = 1.0
 _LAST_S = 0.3
+_NO_MEMORY = re.compile("can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
+_MEMORY_ADVICE = (
+    "give it less (--kv-memory, --max-batch-tokens) or spread the model over more ranks (--tp, --pp)"
+)
 _ARRIVED_TAG = 32767  # the highest that every MPI library has
 
 
@@ -85,8 +90,8 @@ def _leave(code: int) -> int:
 def install_excepthook() -> None:
     """Make an uncaught exception in a user's own script end the job, as `run_guarded` does.
 
-    Without effect where one rank was started. `sys.exit` is no uncaught exception to Python: a rank that
-    leaves by it is missed by the others when their time limit is over.
+    Without effect where one rank was started. `sys.exit` is no uncaught exception to Python: for ranks that
+    leave by it see leaving.py.
     """
     launch = find_launch(os.environ)
     if MPI.COMM_WORLD.size > 1 or (launch is not None and launch.size > 1):
@@ -140,6 +145,8 @@ def _abort(error: BaseException) -> NoReturn:
     else:
         trace = "".join(traceback.format_exception(error))
         text = f"spmd: rank {world.rank} of {world.size} failed\n{trace}"
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+            text += f"spmd: rank {world.rank} ran out of memory: {_MEMORY_ADVICE}\n"
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     print(text, end="", file=sys.stderr, flush=True)

@@ -16,14 +16,13 @@ from torch import Tensor
 from spmd.collect import OutputCollector
 from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
-from spmd.comm.grid import Grid
-from spmd.launch.abort import end_job, install_excepthook
+from spmd.launch.abort import install_excepthook
 from spmd.launch.launcher import find_launch, local_rank_warning, require_whole_world
-from spmd.launch.leaving import assemble, install_exit_hook
-from spmd.launch.shared_files import unlink_once_shared, unlink_shared_files
+from spmd.launch.leaving import install_exit_hook
+from spmd.launch.shared_files import unlink_once_shared
 from spmd.launch.signals import LEAVE, SignalWatch
+from spmd.launch.start import start_grid
 from spmd.launch.stop import StopAgreement
-from spmd.launch.watchdog import HEAD_START_S, open_watched
 from spmd.loading import load
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
@@ -87,19 +86,9 @@ class LLM:
     def _start(self, options: EngineOptions, comm: MPI.Comm) -> None:
         self.options = options
         require_whole_world(os.environ)
-        assemble(comm, options.timeout_s)
-        ledger = open_watched(comm, options.timeout_s, end_job)
-        self.grid = Grid.create(
-            comm,
-            self.options.tp,
-            self.options.pp,
-            self.options.dp,
-            self.options.comm_backend,
-            self.options.timeout_s + (0.0 if ledger is None else HEAD_START_S),
-            ledger,
+        self.grid = start_grid(
+            comm, options.tp, options.pp, options.dp, options.comm_backend, options.timeout_s
         )
-        if self.grid.node_rank == 0:
-            unlink_shared_files()
         self._check_places(comm)
         loaded = load(self.options, self.grid)
         self.path = loaded.path

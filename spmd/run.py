@@ -192,7 +192,9 @@ def cli() -> None:
     require_mpi()
     from spmd.launch.abort import end_job, run_guarded
     from spmd.launch.launcher import require_whole_world
+    from spmd.launch.shared_files import unlink_once_shared
 
+    unlink_once_shared(os.environ)
     if any(word in ("-h", "--help") for word in sys.argv[1:]):
         _help_once()
     watch = SignalWatch(end_job)
