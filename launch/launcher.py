@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from spmd.comm.errors import UserError
 
 OPEN_MPI, HYDRA, SRUN = "Open MPI's mpirun", "mpiexec (MPICH's or Intel MPI's)", "srun"
+# By mpi4py's name of the library. Each may be built otherwise.
 _MATCHING_SRUN = {"Open MPI": "--mpi=pmix", "MPICH": "--mpi=pmi2", "Intel MPI": "--mpi=pmi2"}
 
 
@@ -102,3 +103,17 @@ def local_rank_warning(launch: Launch | None, node_ranks: list[tuple[int | None,
                 "not share /dev/shm are a usual cause"
             )
     return None
+
+
+def _print_srun_option() -> None:
+    """For batch scripts: the option of srun that suits the MPI library found here, or nothing."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # this process is no rank
+    from mpi4py import MPI
+
+    print(_MATCHING_SRUN.get(MPI.get_vendor()[0], ""))
+
+
+if __name__ == "__main__":
+    _print_srun_option()
