@@ -17,11 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 from time import monotonic_ns
 from types import CodeType, FrameType
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mpi4py import MPI
-
-from spmd.comm.waiting import meet
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -87,7 +86,8 @@ class Ledger:
 
     Writing one entry and its end takes about a microsecond: no text is made but the first time a line of
     code is seen. The file has no name any more once all have opened it, so nothing is left behind however the
-    job ends; `/proc/PID/fd` of a rank leads to it (see ledger_view.py). One thread writes.
+    job ends; `/proc/PID/fd` of a rank leads to it (see ledger_view.py). One thread writes. This file does not
+    need MPI, which readers have not started.
     """
 
     def __init__(self, fd: int, slots: int, slot: int, rank: int) -> None:
@@ -120,6 +120,10 @@ class Ledger:
 
         `job`: what to call it to people.
         """
+        from mpi4py import MPI
+
+        from spmd.comm.waiting import meet
+
         meet(comm, "the ledger of collectives", timeout_s)
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         path = None
