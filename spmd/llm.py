@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
@@ -33,6 +36,7 @@ from spmd.work_queue import SharedCounter, WorkQueue
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 # On import: a script may fail or end on one rank before it makes its LLM, while others wait for it in theirs.
 install_excepthook()
@@ -90,6 +94,8 @@ class LLM:
             comm, options.tp, options.pp, options.dp, options.comm_backend, options.timeout_s
         )
         self._check_places(comm)
+        _LOG.info("%s, on %s", self.grid, socket.gethostname())
+        started = time.perf_counter()
         loaded = load(self.options, self.grid)
         self.path = loaded.path
         self.config = loaded.config
@@ -97,6 +103,14 @@ class LLM:
         self.engine = loaded.engine
         self.frontend = loaded.frontend
         self.last_run = RunStats(0, 0, 0.0, 0)
+        _LOG.info(
+            "loaded %s in %.1f s; computing on %s with %d threads, at most %d tokens a sequence",
+            self.path,
+            time.perf_counter() - started,
+            self.engine.pipeline.stages[0].placement.device,
+            torch.get_num_threads(),
+            self.max_model_len,
+        )
 
     @property
     def is_root(self) -> bool:

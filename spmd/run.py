@@ -74,6 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="give up on a silent rank"
     )
 
+    logs = parser.add_argument_group("logs")
+    logs.add_argument("--log-level", default="warning", help="debug, info, warning (default) or error")
+    logs.add_argument("--log-all-ranks", action="store_true", help="print what other ranks than 0 log, too")
+    logs.add_argument("--log-dir", metavar="DIR", help="also write a log file for each rank there")
+
     sampling = parser.add_argument_group("sampling (for --prompt; batch lines bring their own)")
     sampling.add_argument("--n", type=int, default=1, help="answers per prompt")
     sampling.add_argument("--max-tokens", type=int, default=256)
@@ -129,6 +134,7 @@ def main(arguments: list[str] | None = None, watch: SignalWatch | None = None) -
         comm_backend=args.comm_backend,
         timeout_s=args.timeout,
     )
+    _set_up_logs(args)
     if args.input:
         from spmd.run_batch import run_batch
 
@@ -138,6 +144,18 @@ def main(arguments: list[str] | None = None, watch: SignalWatch | None = None) -
     from spmd.run_prompts import run_prompts
 
     return run_prompts(options, args.prompt, args.system, args.raw, sampling_params(args), args.report)
+
+
+def _set_up_logs(args: argparse.Namespace) -> None:
+    from mpi4py import MPI
+
+    from spmd.launch.launcher import require_whole_world
+    from spmd.launch.leaving import assemble
+    from spmd.launch.logs import set_up_logs
+
+    require_whole_world(os.environ)
+    assemble(MPI.COMM_WORLD, args.timeout)
+    set_up_logs(MPI.COMM_WORLD, args.log_level, args.log_all_ranks, args.log_dir)
 
 
 def sampling_params(args: argparse.Namespace) -> Any:
