@@ -61,7 +61,7 @@ class Compute:
 class Cluster:
     """The ranks and what is between them. memory: bytes a rank may use.
 
-    all_reduce: for TP sizes inside a node that were measured, time and rate of the collective itself.
+    measured: for TP sizes that were run, a rank's speed in such a group, its reductions included.
     """
 
     nodes: int
@@ -70,7 +70,7 @@ class Cluster:
     compute: Compute
     intra: LinkSpeed
     inter: LinkSpeed
-    all_reduce: Mapping[int, LinkSpeed] = field(default_factory=dict)
+    measured: Mapping[int, Compute] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -211,7 +211,7 @@ class _Model:
     ) -> float:
         """One micro-batch of `rows` tokens through a stage: its slowest rank, and the group's collectives."""
         ranks = max(self._rank_seconds(s, rows, sampled, context, prefill) for s in self.shares[stage])
-        if self.grid.tp == 1:
+        if self.grid.tp in self.cluster.measured or self.grid.tp == 1:
             return ranks
         share = self.shares[stage][0]
         hidden = rows * self.shape.hidden_size * compute_bytes(self.work.dtype)
@@ -245,7 +245,7 @@ class _Model:
     def _rank_seconds(
         self, share: RankShare, rows: float, sampled: float, context: float, prefill: bool
     ) -> float:
-        compute, dtype = self.cluster.compute, self.work.dtype
+        compute, dtype = self._compute, self.work.dtype
         width = WEIGHT_BYTES[dtype]
         seconds = compute.matrix_seconds(rows, share.num_layers * share.layer_matrices, width)
         seconds += self._mlp_seconds(share, rows, width)
@@ -263,7 +263,7 @@ class _Model:
         return seconds + max(compute.kv_seconds(read), operations / compute.flops)
 
     def _mlp_seconds(self, share: RankShare, rows: float, width: float) -> float:
-        shape, compute = self.shape, self.cluster.compute
+        shape, compute = self.shape, self._compute
         if shape.num_experts == 1:
             return compute.matrix_seconds(rows, share.num_layers * share.expert, width)
         # Experts that some row picks, if picks are even, and the rows each of them gets.
@@ -272,12 +272,13 @@ class _Model:
         each = max(1.0, rows * shape.experts_per_token / used)
         return compute.matrix_seconds(each, share.num_layers * used * share.expert, width)
 
+    @property
+    def _compute(self) -> Compute:
+        return self.cluster.measured.get(self.grid.tp, self.cluster.compute)
+
     def _all_reduce(self, size: float) -> float:
         tp = self.grid.tp
-        crosses = self.grid.tp_crosses(self.cluster)
-        if not crosses and tp in self.cluster.all_reduce:
-            return self.cluster.all_reduce[tp].seconds(size)
-        link = self.cluster.inter if crosses else self.cluster.intra
+        link = self.cluster.inter if self.grid.tp_crosses(self.cluster) else self.cluster.intra
         return 2 * math.ceil(math.log2(tp)) * link.latency_s + 2 * (tp - 1) / tp * size / link.bandwidth
 
     def _link(self, stage: int) -> LinkSpeed:

@@ -90,6 +90,10 @@ class LLM:
     def _start(self, options: EngineOptions, comm: MPI.Comm) -> None:
         self.options = options
         require_whole_world(os.environ)
+        if options.plan == "auto":
+            from spmd.planning import plan_options
+
+            self.options = options = plan_options(options, comm)
         self.grid = start_grid(
             comm, options.tp, options.pp, options.dp, options.comm_backend, options.timeout_s
         )

@@ -13,6 +13,8 @@ class EngineOptions:
 
     model: None for the small default model, a Hugging Face folder, a `.gguf` file or a hub id.
     tp, pp, dp: sizes of the grid; tp and pp default to 1, dp to what is left of the world.
+    plan: "auto" chooses those of tp, pp and dp that are None, for expected_requests at once (default
+    max_running).
     dtype: auto, float32, bfloat16 or float16. device: auto, cpu or cuda.
     share_devices: let the ranks of a node share its GPUs when there are fewer.
     max_model_len: longest prompt plus output, in tokens; default the model's own limit.
@@ -27,6 +29,8 @@ class EngineOptions:
     tp: int | None = None
     pp: int | None = None
     dp: int | None = None
+    plan: str | None = None
+    expected_requests: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     share_devices: bool = False
@@ -44,6 +48,8 @@ class EngineOptions:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.plan not in (None, "auto"):
+            raise UserError(f"plan {self.plan!r}: expected auto, or none for the sizes that are given")
         if self.dtype not in DTYPES:
             raise UserError(f"dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
@@ -51,6 +57,7 @@ class EngineOptions:
         if self.comm_backend not in BACKENDS:
             raise UserError(f"comm_backend {self.comm_backend!r}: expected one of {', '.join(BACKENDS)}")
         for name in (
+            "expected_requests",
             "max_model_len",
             "kv_memory",
             "max_batch_tokens",

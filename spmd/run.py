@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     grid.add_argument("--tp", type=int, help="tensor-parallel ranks (default 1)")
     grid.add_argument("--pp", type=int, help="pipeline stages (default 1)")
     grid.add_argument("--dp", type=int, help="replicas (default: what is left over)")
+    grid.add_argument("--plan", help="auto: choose those of the three that are not given")
     grid.add_argument("--pp-split", type=_counts, metavar="N,N,...", help="layers of each stage, by hand")
 
     grid.add_argument("--pp-interleave", type=int, default=1, metavar="K", help="stages per pipeline rank")
@@ -118,6 +119,8 @@ def main(arguments: list[str] | None = None, watch: SignalWatch | None = None) -
         tp=args.tp,
         pp=args.pp,
         dp=args.dp,
+        plan=args.plan,
+        expected_requests=len(args.prompt) * max(1, args.n) if args.prompt else None,
         dtype=args.dtype,
         device=args.device,
         share_devices=args.share_devices,
