@@ -31,9 +31,9 @@ def wait_until(
     """Return once `predicate()` is true; raise `HangError` when that takes longer than `timeout_s` seconds.
 
     Spins a few microseconds, then gives the core away between looks, then sleeps for a tenth of the time
-    waited so far, between 20 us and 1 ms (10 ms after seconds): the added delay stays near 10 % at most and an
-    idle rank costs next to nothing. `what` names the awaited thing in the error (a callable is asked only then). `progress` is
-    called now and then, to let the MPI library move this rank's pending messages.
+    waited so far, between 20 us and 1 ms (10 ms after ten seconds): the added delay stays near 10 % and an
+    idle rank costs next to nothing. `what` names the awaited thing in the error (a callable is asked only
+    then). `progress` is called now and then, to let the MPI library move this rank's pending messages.
     """
     if predicate():
         return
