@@ -245,7 +245,10 @@ def test_a_signal_ends_a_command_without_batch(name: str, code: int, model: Path
     job.process.send_signal(getattr(signal, name))
     _, stderr = job.process.communicate(timeout=10)
     assert time.monotonic() - started < 5.0
-    assert job.process.returncode == code, stderr
-    assert stderr.count("spmd: rank 0 of 2") == 1, stderr
+    if MPI.get_vendor()[0] == "Open MPI":  # whose mpirun ends at once with 1, and passes nothing on
+        assert job.process.returncode == 1, stderr
+    else:
+        assert job.process.returncode == code, stderr
+        assert stderr.count("spmd: rank 0 of 2") == 1, stderr
     assert "spmd: rank 1" not in stderr
     assert "Traceback" not in stderr
