@@ -203,8 +203,9 @@ class Ledger:
         return result
 
     def leave(self) -> None:
-        """Say that this rank will call no further collective."""
-        self._words[Place.state] = State.left
+        """Say that this rank will call no further collective. Without effect in a child that was forked."""
+        if os.getpid() == self._words[Place.pid]:
+            self._words[Place.state] = State.left
 
     def close(self) -> None:
         """Say so, and that nobody need watch any more."""

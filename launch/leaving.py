@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +26,7 @@ def install_exit_hook() -> None:
     their time limit. Without effect in a job of one rank, or after `MPI_Finalize`.
     """
     if MPI.COMM_WORLD.size > 1:
-        atexit.register(_end_together)
+        atexit.register(_end_together, os.getpid())
 
 
 def assemble(comm: MPI.Comm, timeout_s: float) -> None:
@@ -73,8 +74,8 @@ def world_ranks(comm: MPI.Comm) -> list[int]:
     return ranks
 
 
-def _end_together() -> None:
-    if MPI.Is_finalized():
+def _end_together(pid: int) -> None:
+    if MPI.Is_finalized() or os.getpid() != pid:  # or in a child that was forked
         return
     world = MPI.COMM_WORLD
     began = time.monotonic()

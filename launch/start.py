@@ -8,7 +8,7 @@ from spmd.comm.grid import Grid
 from spmd.comm.group import DEFAULT_TIMEOUT_S
 from spmd.launch.abort import end_job
 from spmd.launch.leaving import assemble
-from spmd.launch.shared_files import unlink_shared_files
+from spmd.launch.shared_files import unlink_common_files
 from spmd.launch.watchdog import HEAD_START_S, open_watched
 
 
@@ -28,6 +28,5 @@ def start_grid(
     ledger = open_watched(comm, timeout_s, end_job)
     waits_s = timeout_s + (0.0 if ledger is None else HEAD_START_S)
     grid = Grid.create(comm, tp, pp, dp, backend, waits_s, ledger)
-    if grid.node_rank == 0:
-        unlink_shared_files()
+    unlink_common_files(grid.node)
     return grid
