@@ -169,7 +169,7 @@ def _start(job: BatchJob) -> list[str]:
     if job.mpi == "auto":
         lines = [
             "# The way of finding each other that this MPI library and srun have in common.",
-            f"mpi=$({shlex.quote(job.python)} -m spmd.launch.launcher)",
+            f"mpi=$({shlex.quote(job.python)} -m spmd.launch.launcher) || exit",
         ]
         mpi = "$mpi"
     grid = ["--tp", str(job.tp), "--pp", str(job.pp), "--dp", str(job.dp)]
