@@ -22,6 +22,7 @@ from spmd.comm.errors import UserError
 from spmd.launch.abort import install_excepthook
 from spmd.launch.launcher import find_launch, local_rank_warning, require_whole_world
 from spmd.launch.leaving import install_exit_hook
+from spmd.launch.placement import find_places
 from spmd.launch.shared_files import unlink_once_shared
 from spmd.launch.signals import LEAVE, SignalWatch
 from spmd.launch.start import start_grid
@@ -107,11 +108,13 @@ class LLM:
         self.engine = loaded.engine
         self.frontend = loaded.frontend
         self.last_run = RunStats(0, 0, 0.0, 0)
+        device = str(self.engine.pipeline.stages[0].placement.device)
+        self.places = find_places(self.grid.world, self.grid.node, device, torch.get_num_threads())
         _LOG.info(
             "loaded %s in %.1f s; computing on %s with %d threads, at most %d tokens a sequence",
             self.path,
             time.perf_counter() - started,
-            self.engine.pipeline.stages[0].placement.device,
+            device,
             torch.get_num_threads(),
             self.max_model_len,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from spmd.launch.placement import describe_places
 from spmd.layers.weights import Weights
 from spmd.outputs import RequestOutput
 from spmd.report import format_report, to_json
@@ -75,6 +76,12 @@ class RunProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+
+
+def print_placement(llm: LLM) -> None:
+    """The opening line: where the ranks run."""
+    if llm.is_root:
+        print(f"spmd: {describe_places(llm.places)}", file=sys.stderr, flush=True)
 
 
 def print_summary(llm: LLM, report: str | None = None) -> None:

@@ -16,7 +16,7 @@ from spmd.openai_api import ApiError, ApiRequest, parse_chat, parse_completion
 from spmd.openai_responses import chat_response, completion_response
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
-from spmd.progress import RunProgress, print_summary
+from spmd.progress import RunProgress, print_placement, print_summary
 from spmd.request import Request
 
 
@@ -125,6 +125,7 @@ def run_batch(
     error record instead, EXIT_STOPPED if `watch` made it leave some. A rerun with the same output computes
     only what is missing."""
     llm = LLM.from_options(options)
+    print_placement(llm)
     writer: BatchWriter | None = None
     entries: list[BatchItem | BatchFailure] = []
     with agreed(llm.grid.world):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd.llm import LLM
 from spmd.options import EngineOptions
 from spmd.outputs import RequestOutput
-from spmd.progress import RunProgress, print_summary
+from spmd.progress import RunProgress, print_placement, print_summary
 from spmd.request import Request
 from spmd.sampling_params import SamplingParams
 
@@ -20,6 +20,7 @@ def run_prompts(
 ) -> int:
     """Generate for each prompt; rank 0 prints the texts in the prompts' order on stdout."""
     llm = LLM.from_options(options)
+    print_placement(llm)
 
     def build() -> list[Request]:
         assert llm.frontend is not None

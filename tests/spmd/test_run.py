@@ -27,6 +27,7 @@ QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris.\n"
 QUESTION_ARGUMENTS = ["--prompt", QUESTION, "--max-tokens", "32", "--temperature", "0"]
 SUMMARY = re.compile(
+    r"spmd: \d+ ranks? on \d+ nodes?: cpu; .*threads?(?: each)?\n"
     r"spmd: (\d+) x (\d+) x (\d+) ranks \(dp x pp x tp\), (\d+) prompt tokens, (\d+) generated tokens "
     r"in ([\d.]+) s: ([\d.]+) tokens/s, weights read at ([\d.]+) GB/s\n"
 )
