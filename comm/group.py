@@ -17,6 +17,7 @@ from spmd.comm.objects import broadcast_object, gather_objects
 from spmd.comm.pending import PendingRecv, PendingSend, RunWait, byte_pieces, host_copy, host_like, on_host
 from spmd.comm.reduce import check_summable, max_into, sum_into
 from spmd.comm.waiting import meet, wait_until
+from spmd.comm.window import ReductionWindow
 
 BACKENDS = ("auto", "shm", "mpi", "nccl")
 DEFAULT_TIMEOUT_S = 600.0
@@ -152,6 +153,11 @@ class Group(ABC):
         if host is not x and self.rank != root:
             x.copy_(host)
         return x
+
+    def reduction_window(self, part_bytes: int) -> ReductionWindow | None:
+        """For kernels that sum fp32 parts of `part_bytes` over the ranks themselves; None where `all_reduce`
+        has to be called. The group is not used for anything else until the window is closed."""
+        return None
 
     @abstractmethod
     def barrier(self) -> None:

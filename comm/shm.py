@@ -7,6 +7,7 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -16,6 +17,7 @@ from spmd.comm.partition import Partition
 from spmd.comm.reduce import sum_into
 from spmd.comm.rounds import rounds
 from spmd.comm.waiting import meet, wait_until
+from spmd.comm.window import ReductionWindow
 
 PAGE_BYTES = 4096
 CACHED_VIEWS = 128
@@ -29,6 +31,10 @@ class Operation(IntEnum):
     all_gather = 4
     reduce_scatter = 5
     broadcast = 6
+
+
+def _check(operation: Operation, size: int, root: int) -> int:
+    return operation << 20 | (size * 64 + root) % 1048573
 
 
 class CollectiveMismatch(RuntimeError):
@@ -70,7 +76,27 @@ class ShmGroup(Group):
         self._words: list[memoryview] = []  # per rank: published word, bytes, root
         self._bytes: list[Tensor] = []  # per rank: its two slots, one after the other
         self._views: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._tables = np.zeros((3, self.size), dtype=np.int64)  # addresses: words, first slots, second slots
         self._sequence = 0
+
+    def reduction_window(self, part_bytes: int) -> ReductionWindow | None:
+        if not 0 < part_bytes <= self.one_shot_bytes:
+            return None
+        if self._window is None:
+            self._open()
+        began = self._sequence
+
+        def wait(sequence: int) -> None:
+            self._sequence = sequence
+            word = sequence << CHECK_BITS | check
+            self._run(self._number, Operation.all_reduce, part_bytes, -1, False, self._wait_for_all, word)
+
+        def close(sequence: int, seconds: float) -> None:
+            self._sequence = sequence
+
+        check = _check(Operation.all_reduce, part_bytes, 0)
+        words, slots = self._tables[0].ctypes.data, self._tables[1].ctypes.data
+        return ReductionWindow(self.size, self.rank, words, slots, began, check, wait, close)
 
     def barrier(self) -> None:
         if self._window is None:
@@ -160,8 +186,7 @@ class ShmGroup(Group):
         window = self._window
         assert window is not None
         self._sequence += 1
-        check = (size * 64 + root) % 1048573
-        word = self._sequence << CHECK_BITS | operation << 20 | check
+        word = self._sequence << CHECK_BITS | _check(operation, size, root)
         words = self._words
         mine = words[self.rank]
         mine[1] = size
@@ -219,6 +244,8 @@ class ShmGroup(Group):
             self._words.append(memoryview(cast(Any, memory))[:PAGE_BYTES].cast("q"))
             with torch.inference_mode(False):
                 self._bytes.append(torch.frombuffer(memory, dtype=torch.uint8)[PAGE_BYTES:])
+            slots = self._bytes[-1].data_ptr()
+            self._tables[:, rank] = slots - PAGE_BYTES, slots, slots + self.slot_bytes
         self._words[self.rank][0] = 0
         window.Sync()
         self._window = window

@@ -129,9 +129,10 @@ class Attention:
         self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch
     ) -> Tensor:
         """q `[tokens, heads, head_dim]`, k and v `[tokens, kv_heads, head_dim]`, caches
-        `[slots, kv_heads, head_dim]` (written to). Returns `[tokens, heads, head_dim]`."""
+        `[slots, kv_heads, head_dim]` (written to, of any dtype). Returns `[tokens, heads, head_dim]`."""
         if self.num_heads == 0:
             return q
+        k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)  # as every later query will see them
         k_cache[batch.slot_mapping] = k
         v_cache[batch.slot_mapping] = v
         num_decode = batch.num_decode
@@ -146,7 +147,7 @@ class Attention:
                 keys, values = k[tokens], v[tokens]
             else:
                 keys, values = k_cache[span.slots], v_cache[span.slots]
-            out[tokens] = self._prefill(q[tokens], keys, values)
+            out[tokens] = self._prefill(q[tokens], keys.to(q.dtype), values.to(q.dtype))
         return out
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -190,8 +191,7 @@ class Attention:
             query = q.new_zeros(sequences, self.num_kv_heads * self.group, self.head_dim)
             query[:, self.places.to(q.device)] = q
         query = query.reshape(sequences, self.num_kv_heads, self.group, self.head_dim)
-        out = F.scaled_dot_product_attention(
-            query, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=layout.mask, scale=self.scale
-        )
+        keys, values = (part.to(q.dtype).transpose(1, 2) for part in (keys, values))
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=layout.mask, scale=self.scale)
         out = out.reshape(sequences, self.num_kv_heads * self.group, self.head_dim)
         return out if self.uniform else out[:, self.places.to(q.device)]

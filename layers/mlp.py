@@ -40,6 +40,7 @@ class GatedMLP:
         pieces = pack(gate_up_names, [intermediate.total] * 2, [mine, mine])
         self.gate_up = ColumnParallelLinear(weights, placement, pieces, hidden_size, bias)
         self.down = RowParallelLinear(weights, placement, down_name, intermediate, hidden_size, bias)
+        self.activation_name = activation
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from spmd.comm.group import Group
+    from spmd.layers.kernels.cpu_team import ThreadTeam
 
 
 class Weights(Protocol):
@@ -34,9 +35,16 @@ class Weights(Protocol):
 class Placement:
     """Where and how the layers of one rank live."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the weights and the cache
     device: torch.device
     tp: Group
+    team: ThreadTeam | None = None  # threads for the CPU kernels; None: plain torch everywhere
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Of hidden states. On CPUs fp32 whatever the weights are stored in: it costs nothing where memory is the
+        limit, and texts do not part between grids for want of precision."""
+        return self.dtype if self.device.type == "cuda" else torch.float32
 
     def load(
         self, weights: Weights, name: str, shape: tuple[int, ...], index: tuple[slice, ...] | None = None

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from spmd.comm.group import Group
+from spmd.comm.window import ReductionWindow
 
 COMPUTE, WAIT, HOST = "compute", "wait", "host"
 
@@ -52,6 +53,14 @@ class StepClock(Clock):
             if self._inner:
                 self._inner[-1] += elapsed
 
+    def count(self, kind: str, seconds: float, calls: int, size: int) -> None:
+        """Count what was measured otherwise, inside the innermost open span."""
+        self.seconds[kind] += seconds
+        self.calls[kind] += calls
+        self.bytes[kind] += size
+        if self._inner:
+            self._inner[-1] += seconds
+
     def reset(self) -> None:
         """Start counting from nothing."""
         self.seconds.clear()
@@ -62,12 +71,26 @@ class StepClock(Clock):
 class MeasuredGroup:
     """A `Group` whose collectives are counted by a clock. Everything else is the group's own."""
 
-    def __init__(self, group: Group, clock: Clock) -> None:
+    def __init__(self, group: Group, clock: StepClock) -> None:
         self._group = group
         self._clock = clock
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
+
+    def reduction_window(self, part_bytes: int) -> ReductionWindow | None:
+        window = self._group.reduction_window(part_bytes)
+        if window is None:
+            return None
+        began, close = window.sequence, window.close
+
+        def close_and_count(sequence: int, seconds: float) -> None:
+            close(sequence, seconds)
+            steps = sequence - began
+            self._clock.count("all_reduce", seconds, steps, steps * part_bytes)
+
+        window.close = close_and_count
+        return window
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with self._clock.span("all_reduce", x.numel() * x.element_size()):

@@ -26,6 +26,7 @@ from spmd.frontend import Frontend
 from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
 from spmd.launch.devices import take_device
+from spmd.kernels import make_team
 from spmd.launch.timers import set_fine_sleeps
 from spmd.layers.weights import Placement
 from spmd.memory import available_bytes, choose_num_blocks
@@ -53,7 +54,8 @@ class LoadedModel:
 def load(options: EngineOptions, grid: Grid) -> LoadedModel:
     """Open, check and load the model. Collective over the grid; every mistake of the user's is a
     `UserError` on every rank."""
-    torch.set_num_threads(bind_cores(grid.node, options.threads))
+    threads = bind_cores(grid.node, options.threads)
+    torch.set_num_threads(threads)
     set_fine_sleeps()
     with agreed(grid.world):
         device = torch.device(take_device(grid.node, options.device, options.share_devices))
@@ -62,14 +64,19 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         checkpoint = open_checkpoint(path)
         config = ModelConfig.from_dict(checkpoint.config, checkpoint.generation_config)
     stored_head = HEAD in set(checkpoint.source.names())
-    clock = StepClock() if options.report else Clock()
-    tp = cast(Group, MeasuredGroup(grid.tp, clock)) if options.report and grid.tp_size > 1 else grid.tp
+    clock, tp = Clock(), grid.tp
+    if options.report:
+        clock = step_clock = StepClock()
+        if grid.tp_size > 1:
+            tp = cast(Group, MeasuredGroup(grid.tp, step_clock))
     with agreed(grid.world):
         parts = ModelPartitions.build(config, grid.tp_size, _stages(options, grid, config))
         if grid.world.rank == 0:
             for warning in _check_tensors(config, checkpoint, stored_head):
                 print(f"spmd: warning: {warning}", file=sys.stderr)
-        placement = Placement(_dtype(options.dtype, config.dtype), device, tp)
+        dtype = _dtype(options.dtype, config.dtype)
+    compiled = device.type == "cpu" and options.kernels == "auto"
+    placement = Placement(dtype, device, tp, make_team(grid.node, threads) if compiled else None)
     with agreed(grid.world):
         weights = ReportedWeights(WeightReader(checkpoint.source), shown=grid.world.rank == 0)
         mine = range(grid.pp_rank, parts.layers.parts, grid.pp_size)

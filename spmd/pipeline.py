@@ -157,7 +157,7 @@ class Pipeline:
         if stage.first or pp.size == 1:
             return None
         shape = (batch.token_ids.shape[0], stage.hidden_size)
-        hidden = torch.empty(shape, dtype=self._placement.dtype, device=self._placement.device)
+        hidden = torch.empty(shape, dtype=self._placement.activation_dtype, device=self._placement.device)
         return pp.irecv(hidden, (pp.rank - 1) % pp.size, _HIDDEN_TAG + number)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from spmd.comm.heads import HeadPartition
 from spmd.comm.partition import Partition
 from spmd.config import ModelConfig
 from spmd.layers.attention import Attention, AttentionBatch
+from spmd.layers.cpu_layer import CpuLayer
 from spmd.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from spmd.layers.linear import ColumnParallelLinear, RowParallelLinear
 from spmd.layers.mlp import GatedMLP
@@ -19,6 +21,10 @@ from spmd.layers.rotary import Rotary, apply_rotary
 from spmd.layers.weights import Placement, Weights, pack
 from spmd.models import FAMILIES
 from spmd.models.family import Family
+
+if TYPE_CHECKING:
+    from spmd.layers.cpu_stage import CpuHead, CpuStage
+    from spmd.layers.kernels.cpu_team import ThreadTeam
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -75,7 +81,7 @@ class DecoderLayer:
         dim, hidden, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         q = parts.heads.q
         kv_start, kv_stop = parts.heads.kv_range(rank)
-        self.head_dim = dim
+        self.head_dim, self.rotary_dim = dim, config.rope.rotary_dim
         self.num_heads = q.count(rank)
         self.num_kv_heads = kv_stop - kv_start
         q_rows = slice(q.start(rank) * dim, q.stop(rank) * dim)
@@ -130,6 +136,31 @@ class DecoderLayer:
         x = x + self.out(attended.reshape(tokens, q_size))
         return x + self.mlp(self.post_norm(x))
 
+    def for_cpu_kernel(self) -> CpuLayer:
+        """The same layer as the fused CPU kernel takes it."""
+        return CpuLayer(
+            kv_index=self.attention.kv_index.tolist(),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            scale=self.attention.scale,
+            window=self.attention.window,
+            eps=self.input_norm.eps,
+            activation=self.mlp.activation_name,
+            input_norm=self.input_norm.weight,
+            qkv=self.qkv.weight,
+            qkv_bias=self.qkv.bias,
+            q_norm=self.q_norm.weight if self.q_norm is not None else None,
+            k_norm=self.k_norm.weight if self.k_norm is not None else None,
+            out=self.out.weight,
+            out_bias=self.out.bias,
+            post_norm=self.post_norm.weight,
+            gate_up=self.mlp.gate_up.weight,
+            gate_up_bias=self.mlp.gate_up.bias,
+            down=self.mlp.down.weight,
+            down_bias=self.mlp.down.bias,
+        )
+
 
 class StageModel:
     """The layers of one pipeline stage, with the embedding on the first and norm and head on the last."""
@@ -167,6 +198,19 @@ class StageModel:
             else:
                 name = HEAD if stored_head else EMBEDDING
                 self.head = VocabParallelHead.load(weights, placement, name, parts.vocab, config.hidden_size)
+        self._cpu_layers: CpuStage | None = None
+        self._cpu_head: CpuHead | None = None
+        if placement.team is not None:
+            self._use_cpu_kernels(placement.team)
+
+    def _use_cpu_kernels(self, team: ThreadTeam) -> None:
+        from spmd.layers.cpu_stage import CpuHead, CpuStage
+
+        self._cpu_layers = CpuStage(
+            [layer.for_cpu_kernel() for layer in self.layers], self.hidden_size, self.placement.tp, team
+        )
+        if self.norm is not None and self.head is not None:
+            self._cpu_head = CpuHead(self.norm.weight, self.norm.eps, self.head.weight, team)
 
     @torch.inference_mode()
     def forward(
@@ -176,12 +220,15 @@ class StageModel:
         the first). Returns hidden states, or on the last stage the fp32 logits `[output_rows, local_vocab]`.
         """
         if self.embedding is not None:
-            x = self.embedding(batch.token_ids)
+            x = self.embedding(batch.token_ids).to(self.placement.activation_dtype)
         elif hidden_states is not None:
             x = hidden_states
         else:
             raise ValueError("a stage after the first needs hidden states")
         cos_sin = self.rotary.cos_sin(batch.positions, batch.rope_lengths)
+        if self._cpu_layers is not None:
+            x = self._cpu_layers(x, cos_sin, k_cache, v_cache, batch.attention)
+            return self._cpu_head(x[batch.output_rows]) if self._cpu_head is not None else x
         for layer, k, v in zip(self.layers, k_cache, v_cache):
             x = layer(x, cos_sin, k, v, batch.attention)
         if self.norm is None or self.head is None:

@@ -1,0 +1,34 @@
+"""A decoder layer as plain tensors, the form in which the fused CPU kernel takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CpuLayer:
+    """One layer's shards as the kernel reads them. Matrices `[out, in]`, biases and norms `[out]`."""
+
+    kv_index: Sequence[int]  # the local KV head of each local query head, in order
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    scale: float
+    window: int | None
+    eps: float
+    activation: str
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
