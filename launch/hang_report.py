@@ -11,10 +11,12 @@ from spmd.comm.ledger_view import Entry, RankState, list_ranks
 
 @dataclass(frozen=True)
 class Verdict:
-    """Ranks to blame (none when they are on other nodes, or it cannot be told) and why, in words."""
+    """Ranks to blame (none when they are on other nodes, or it cannot be told) and why, in words. elsewhere:
+    ranks of other nodes that are waited for."""
 
     ranks: tuple[int, ...]
     reason: str
+    elsewhere: tuple[int, ...] = ()
 
 
 def find_missing(states: Sequence[RankState]) -> Verdict | None:
@@ -60,7 +62,8 @@ def find_cause(states: Sequence[RankState]) -> Verdict:
         return by_line
     away = sorted({rank for ranks in awaited.values() for rank in ranks} - set(by_rank))
     if away:
-        return Verdict((), f"the ranks of this node wait for {list_ranks(away)} on other nodes")
+        reason = f"the ranks of this node wait for {list_ranks(away)} on other nodes"
+        return Verdict((), reason, tuple(away))
     # Every awaited rank waits itself: a circle. Who is waited for most has gone its own way.
     counts = Counter(rank for ranks in awaited.values() for rank in ranks)
     if not counts:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from spmd.comm.ledger import Ledger
 from spmd.comm.ledger_view import current_entry, list_ranks, read_header, read_ranks, someone_is_gone
-from spmd.launch.hang_report import Verdict, find_cause, find_missing, format_report
+from spmd.launch.hang_report import Verdict, describe, find_cause, find_missing, format_report
 from spmd.launch.leaving import ranks_that_left
 
 HEAD_START_S = 5.0  # before the waiting itself gives up, which says less
@@ -23,6 +23,8 @@ _TICK_S = 1.0
 _SURE_S = 1.5  # for others to leave together, and for a launcher to end the job by itself
 _OTHERS_SPEAK_S = 1.0
 _PATIENCE_S = 15.0
+_MOST_ASKED = 4
+_TELL_TAG = 32762
 _SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "FLUX_JOB_ID")
 
 
@@ -65,9 +67,12 @@ class Watchdog:
         header = read_header(ledger.memory)
         assert header is not None
         self._several_nodes = header.world > header.slots
+        # Then this thread may send and receive, too.
+        self._messages = self._several_nodes and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._slot = next(s.slot for s in read_ranks(ledger.memory) if s.rank == ledger.rank)
         self._suspect: tuple[int, ...] | None = None
         self._left_elsewhere: set[int] = set()
+        self._questions: list[MPI.Request] = []  # to ranks of other nodes
         self._stack_shown = False
 
     def start(self) -> None:
@@ -98,6 +103,12 @@ class Watchdog:
         if ledger.asked_for_stack and not self._stack_shown:
             self._stack_shown = True
             self._show_stack()
+        if self._messages and not self._stack_shown and MPI.COMM_WORLD.iprobe(MPI.ANY_SOURCE, _TELL_TAG):
+            self._stack_shown = True
+            mine = next(state for state in read_ranks(ledger.memory) if state.slot == self._slot)
+            place = describe(mine, time.monotonic_ns())
+            os.write(2, f"spmd:   rank {ledger.rank} on node {self._host}: {place}\n".encode())
+            self._show_stack()
         number, entered, left, idle = current_entry(ledger.memory, self._slot)
         waited_s = (time.monotonic_ns() - entered) / 1e9 if number and left == 0 else 0.0
         verdict = self._find_gone(waited_s)
@@ -123,7 +134,7 @@ class Watchdog:
                 return find_missing(
                     [state for state in states if state.rank == self._ledger.rank or state.left]
                 )
-        if self._several_nodes and waited_s > _SURE_S and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        if self._messages and waited_s > _SURE_S:
             self._left_elsewhere.update(ranks_that_left())
             mine = next(state for state in read_ranks(memory) if state.slot == self._slot).waiting
             awaited = () if mine is None else (mine.peer,) if mine.is_message else mine.members
@@ -144,9 +155,11 @@ class Watchdog:
         }
         self._stack_shown = True
         self._show_stack()
-        asked = [here[rank] for rank in verdict.ranks if rank in here and rank != ledger.rank][:4]
-        for slot in asked:
+        asked = [here[rank] for rank in verdict.ranks if rank in here and rank != ledger.rank]
+        for slot in asked[:_MOST_ASKED]:
             ledger.ask_for_stack(slot)
+        for rank in verdict.elsewhere[:_MOST_ASKED] if self._messages else ():
+            self._questions.append(MPI.COMM_WORLD.isend(None, rank, _TELL_TAG))
         if asked or self._several_nodes:
             time.sleep(_OTHERS_SPEAK_S + min(_TICK_S, self._timeout_s / 4))
         self._end(EXIT_HANG, f"ends the job: {verdict.reason}")
