@@ -19,6 +19,8 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from spmd.comm.processes import pid_namespace, process_start
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -289,23 +291,6 @@ def unpack_ranks(text: str) -> tuple[int, ...]:
         first, last = map(int, span.split("-"))
         return tuple(range(first, last + 1, int(step or 1)))
     return tuple(int(part) for part in text.split(",") if part)
-
-
-def process_start(pid: int) -> int:
-    """When a process began, in clock ticks since boot; 0 where that cannot be read, -1 for a dead one."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return -1 if Path("/proc/self/stat").exists() else 0
-    return -1 if fields[0] in "ZX" else int(fields[19])
-
-
-def pid_namespace() -> int:
-    """A number for the set of processes among which this one's id counts; 0 where there is no telling."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def ledger_folder() -> Path:

@@ -31,10 +31,9 @@ from spmd.comm.ledger import (
     Operation,
     Place,
     State,
-    pid_namespace,
-    process_start,
     unpack_ranks,
 )
+from spmd.comm.processes import pid_namespace, process_start
 
 _ROOTED = (Operation.broadcast, Operation.broadcast_object, Operation.gather_objects)
 _SAME_SIZE = (
