@@ -118,7 +118,7 @@ class Workload:
     """What is asked: `concurrency` requests at once, each of prompt_tokens and output_tokens.
 
     context: tokens for which each request has cache room. batch_tokens, batch_sequences: limits of one
-    micro-batch.
+    micro-batch. activation_bytes: of an element of the hidden states (None: 4 for float32, else 2).
     """
 
     context: int
@@ -128,6 +128,11 @@ class Workload:
     dtype: str = "bfloat16"
     batch_tokens: int = 2048
     batch_sequences: int = 64
+    activation_bytes: int | None = None
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.activation_bytes or compute_bytes(self.dtype)
 
     def requests(self, grid: GridSize) -> int:
         """Requests that the fullest replica works on at once."""
@@ -214,7 +219,7 @@ class _Model:
         if self.grid.tp in self.cluster.measured or self.grid.tp == 1:
             return ranks
         share = self.shares[stage][0]
-        hidden = rows * self.shape.hidden_size * compute_bytes(self.work.dtype)
+        hidden = rows * self.shape.hidden_size * self.work.hidden_bytes
         reductions = 2 * share.num_layers + (stage == 0)
         seconds = reductions * self._all_reduce(hidden)
         if stage == self.grid.pp - 1:
@@ -225,14 +230,14 @@ class _Model:
         """A micro-batch's way between the stages and of its ids back to the first."""
         if self.grid.pp == 1:
             return 0.0
-        hidden = rows * self.shape.hidden_size * compute_bytes(self.work.dtype)
+        hidden = rows * self.shape.hidden_size * self.work.hidden_bytes
         sizes = [hidden] * (self.grid.pp - 1) + [8 * rows]
         return sum(self._link(stage).seconds(size) for stage, size in enumerate(sizes))
 
     def bytes_per_token(self) -> tuple[float, float]:
         """Bytes sent for one output token inside nodes and between them, all ranks of a replica together."""
         pp, tp = self.grid.pp, self.grid.tp
-        token = self.shape.hidden_size * compute_bytes(self.work.dtype)
+        token = self.shape.hidden_size * self.work.hidden_bytes
         reduced = 2 * (tp - 1) * token * (2 * self.shape.num_layers + 1)
         inside, across = (0.0, reduced) if self.grid.tp_crosses(self.cluster) else (reduced, 0.0)
         for stage in range(pp - 1):

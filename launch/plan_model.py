@@ -197,6 +197,7 @@ def rank_memory(
     sequences: int,
     context: int,
     batch_tokens: int,
+    activation_bytes: int,
     kv_bytes: float | None = None,
 ) -> RankMemory:
     """Memory of a rank that serves `sequences` of up to `context` tokens at once, `batch_tokens` in a step.
@@ -205,13 +206,12 @@ def rank_memory(
     normed copy and a result, queries, keys and values, the attention's output, gate and up; and on the last
     stage fp32 logits of one row a sequence with one working copy.
     """
-    width = compute_bytes(dtype)
     blocks = sequences * -(-context // KV_BLOCK)
     kv = blocks * KV_BLOCK * share.kv_bytes_per_token(dtype) if kv_bytes is None else kv_bytes
     row = 3 * hidden_size + (2 * share.query_heads + 2 * share.kv_heads) * share.head_dim
     row += 2 * share.local_intermediate
     logits = 2 * 4 * min(sequences, batch_tokens) * share.local_vocab if share.head else 0
-    return RankMemory(share.weight_bytes(dtype), kv, batch_tokens * row * width + logits)
+    return RankMemory(share.weight_bytes(dtype), kv, batch_tokens * row * activation_bytes + logits)
 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: int) -> ModelShape:

@@ -132,6 +132,7 @@ def _plan_grid(
                     sequences,
                     work.context,
                     work.batch_tokens,
+                    work.hidden_bytes,
                     kv_bytes,
                 )
             )

@@ -47,12 +47,12 @@ def plan_options(options: EngineOptions, comm: MPI.Comm) -> EngineOptions:
     world = make_group(comm, options.comm_backend, options.timeout_s, "planning")
     config, name, dtype = _read_model(options, world)
     shape = ModelShape.from_config(config, name)
-    found = find_cluster(comm, world, options)
-    plan = _plan_for_options(options, shape, found, dtype)
+    found, width = find_cluster(comm, world, options)
+    plan = _plan_for_options(options, shape, found, dtype, width)
     fitting = [entry for entry in plan.grids if entry.refused is None]
     if len(fitting) > 1:
         cluster = measure_cluster(comm, found, config, dtype, options, QUICK)
-        plan = _plan_for_options(options, shape, cluster, dtype)
+        plan = _plan_for_options(options, shape, cluster, dtype, width)
     chosen, reason = world.broadcast_object((plan.chosen and plan.chosen.grid, plan.reason))
     world.free()
     if chosen is None:
@@ -63,8 +63,9 @@ def plan_options(options: EngineOptions, comm: MPI.Comm) -> EngineOptions:
     return replace(options, dp=chosen.dp, pp=chosen.pp, tp=chosen.tp)
 
 
-def find_cluster(comm: MPI.Comm, world: Group, options: EngineOptions) -> Cluster:
-    """The ranks of `comm`, their nodes and memory, with speeds that are not known yet. Collective."""
+def find_cluster(comm: MPI.Comm, world: Group, options: EngineOptions) -> tuple[Cluster, int | None]:
+    """The ranks of `comm`, their nodes and memory, with speeds that are not known yet; and the bytes of an
+    element of hidden states on their devices (see `Workload`). Collective."""
     import torch
     from mpi4py import MPI
 
@@ -83,7 +84,8 @@ def find_cluster(comm: MPI.Comm, world: Group, options: EngineOptions) -> Cluste
     node.free()
     blocks, size = node_blocks(node_numbers(cast(MPI.Intracomm, comm)))
     unknown = LinkSpeed(0.0, 1.0)
-    return Cluster(blocks, size, USABLE * memory, Compute(1.0, 1.0), unknown, unknown)
+    width = 4 if device.type == "cpu" else None  # as `Placement.activation_dtype` has it
+    return Cluster(blocks, size, USABLE * memory, Compute(1.0, 1.0), unknown, unknown), width
 
 
 def measure_cluster(
@@ -139,9 +141,10 @@ def plan_measured(args: argparse.Namespace) -> Plan | None:
     shape = ModelShape.from_config(config, name)
     with agreed(world):
         work = workload(args, shape, dtype)
-    found = find_cluster(comm, world, options)
+    found, width = find_cluster(comm, world, options)
     world.free()
     cluster = measure_cluster(comm, found, config, dtype, options, THOROUGH)
+    work = replace(work, activation_bytes=width)
     return plan_for(args, shape, cluster, work) if comm.rank == 0 else None
 
 
@@ -163,7 +166,9 @@ def node_blocks(nodes: Sequence[int]) -> tuple[int, int]:
     return len(nodes) // size, size
 
 
-def _plan_for_options(options: EngineOptions, shape: ModelShape, cluster: Cluster, dtype: str) -> Plan:
+def _plan_for_options(
+    options: EngineOptions, shape: ModelShape, cluster: Cluster, dtype: str, activation_bytes: int | None
+) -> Plan:
     """For as many requests as may run at once, or fewer where there is no memory for them."""
     from spmd.launch.planner import make_plan
     from spmd.models.stages import split_layers
@@ -174,7 +179,14 @@ def _plan_for_options(options: EngineOptions, shape: ModelShape, cluster: Cluste
         prompt = max(1, context // 2)
         output = max(1, context // 4)
         work = Workload(
-            context, requests, prompt, output, dtype, options.max_batch_tokens, options.max_running
+            context,
+            requests,
+            prompt,
+            output,
+            dtype,
+            options.max_batch_tokens,
+            options.max_running,
+            activation_bytes,
         )
         plan = make_plan(
             shape,

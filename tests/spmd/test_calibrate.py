@@ -89,7 +89,7 @@ def test_every_family_can_be_timed(family: str, grid: Grid) -> None:
         folder = models.folder
         raw = json.loads((folder / "many" / "config.json").read_text())
         assert raw["num_hidden_layers"] > 2
-        found = measure_compute(models, grid, OPTIONS, effort)
+        found = measure_compute(models, grid, EngineOptions(threads=2), effort)
     assert not folder.exists()
     for value in (found.bandwidth, found.flops, found.kv_s_per_byte):
         assert value is not None
