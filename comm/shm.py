@@ -13,6 +13,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spmd.comm.group import DEFAULT_TIMEOUT_S, Combine, Group
+from spmd.comm.ledger import Operation as Recorded
 from spmd.comm.partition import Partition
 from spmd.comm.reduce import sum_into
 from spmd.comm.rounds import rounds
@@ -89,7 +90,8 @@ class ShmGroup(Group):
         def wait(sequence: int) -> None:
             self._sequence = sequence
             word = sequence << CHECK_BITS | check
-            self._run(self._number, Operation.all_reduce, part_bytes, -1, False, self._wait_for_all, word)
+            shown = Recorded.kernel_reduce
+            self._run(self._number, shown, part_bytes, -1, False, self._wait_for_all, word)
 
         def close(sequence: int, seconds: float) -> None:
             self._sequence = sequence

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from spmd.layers.quantized import Weight
+
 
 @dataclass(frozen=True)
 class CpuLayer:
@@ -21,14 +23,14 @@ class CpuLayer:
     eps: float
     activation: str
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
+    out: Weight
     out_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None

@@ -1,4 +1,4 @@
-"""The CPU form of a pipeline stage: its layers handed to one kernel, with the buffers and threads it needs."""
+"""The CPU form of a pipeline stage: its layers handed to one kernel, with buffers and threads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from spmd.layers.cpu_layer import CpuLayer
 from spmd.layers.kernels import cpu_stage as fields
 from spmd.layers.kernels import cpu_team as team_fields
 from spmd.layers.kernels.cpu_attention import SPAN_FIELDS, scratch_bytes
+from spmd.layers.kernels.cpu_matmul import matmul_scratch_bytes
 from spmd.layers.kernels.cpu_rows import GELU, GELU_TANH, RELU, SILU
 from spmd.layers.kernels.cpu_team import ThreadTeam
+from spmd.layers.kernels.quantized_tiles import QUANTIZED_KINDS
 from spmd.layers.kernels.simd import KINDS
+from spmd.layers.quantized import QuantizedTensor, Weight
 
 ACTIVATIONS = {
     "silu": SILU,
@@ -49,6 +52,8 @@ class CpuStage:
         self._dim = max((layer.head_dim for layer in layers), default=0)
         self._half = max((layer.rotary_dim // 2 for layer in layers), default=0)
         self._inner = max((layer.down.shape[1] for layer in layers), default=0)
+        widest = max(hidden_size, self._heads * self._dim, self._inner)
+        self._matmul_scratch = matmul_scratch_bytes(widest)
         self._run = np.zeros(fields.RUN_FIELDS, dtype=np.int64)
         self._run[fields.BARRIER] = team.barrier
         self._run[fields.THREADS] = team.size
@@ -57,16 +62,6 @@ class CpuStage:
         self._no_slots = np.zeros(2, dtype=np.int64)
         self._buffers: dict[int, Tensor] = {}
         self._cached: list[Tensor] | None = None
-
-    @staticmethod
-    def supports(layers: Sequence[CpuLayer]) -> bool:
-        """Whether the kernel knows these types and activations."""
-        return all(
-            layer.activation in ACTIVATIONS
-            and {layer.qkv.dtype, layer.out.dtype, layer.gate_up.dtype, layer.down.dtype} <= set(KINDS)
-            and layer.qkv.dtype == layer.out.dtype == layer.gate_up.dtype == layer.down.dtype
-            for layer in layers
-        )
 
     def __call__(
         self,
@@ -89,7 +84,8 @@ class CpuStage:
             [[s.query_start, s.query_len, s.kv_len, s.slots.data_ptr()] for s in batch.spans], dtype=np.int64
         ).reshape(-1, SPAN_FIELDS)
         longest = max((span.kv_len for span in batch.spans), default=0)
-        scratch = -(-scratch_bytes(longest, self._group, self._dim) // 64) * 64
+        scratch = max(scratch_bytes(longest, self._group, self._dim), self._matmul_scratch)
+        scratch = -(-scratch // 64) * 64
         widths = {
             fields.NORMED: self._hidden,
             fields.QKV_OUT: (self._heads + 2 * self._kv_heads) * self._dim,
@@ -139,7 +135,6 @@ class CpuStage:
     def _describe(self, row: np.ndarray, layer: CpuLayer) -> None:
         groups = _groups(layer)
         self._kept.append(groups)
-        row[fields.KIND] = KINDS[layer.qkv.dtype]
         row[fields.HIDDEN] = self._hidden
         row[fields.HEADS] = len(layer.kv_index)
         row[fields.KV_HEADS] = layer.num_kv_heads
@@ -149,13 +144,13 @@ class CpuStage:
         row[fields.GROUPS] = groups.ctypes.data
         row[fields.ACTIVATION] = ACTIVATIONS[layer.activation]
         row[fields.INTERMEDIATE] = layer.down.shape[1]
-        for field, stride, matrix in (
-            (fields.QKV, fields.QKV_STRIDE, layer.qkv),
-            (fields.OUT, fields.OUT_STRIDE, layer.out),
-            (fields.GATE_UP, fields.GATE_UP_STRIDE, layer.gate_up),
-            (fields.DOWN, fields.DOWN_STRIDE, layer.down),
+        for field, stride, kind, weight in (
+            (fields.QKV, fields.QKV_STRIDE, fields.QKV_KIND, layer.qkv),
+            (fields.OUT, fields.OUT_STRIDE, fields.OUT_KIND, layer.out),
+            (fields.GATE_UP, fields.GATE_UP_STRIDE, fields.GATE_UP_KIND, layer.gate_up),
+            (fields.DOWN, fields.DOWN_STRIDE, fields.DOWN_KIND, layer.down),
         ):
-            matrix = matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+            matrix, row[kind] = _matrix(weight)
             self._kept.append(matrix)
             row[field], row[stride] = matrix.data_ptr(), matrix.stride(0) * matrix.element_size()
         for field, vector in (
@@ -189,31 +184,43 @@ class CpuStage:
 class CpuHead:
     """Final norm and output head: fp32 `[rows, hidden]` -> fp32 logits `[rows, local_vocab]`."""
 
-    def __init__(self, norm: Tensor, eps: float, weight: Tensor, team: ThreadTeam) -> None:
+    def __init__(self, norm: Tensor, eps: float, weight: Weight, team: ThreadTeam) -> None:
         self._team = team
         self._norm = norm.float().contiguous()
-        self._weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+        self._columns, hidden = weight.shape
+        self._weight, kind = _matrix(weight)
+        scratch = -(-matmul_scratch_bytes(hidden) // 64) * 64
+        self._scratch = torch.empty(scratch * team.size, dtype=torch.uint8)
         job = self._job = np.zeros(team_fields.HEAD_FIELDS, dtype=np.int64)
-        job[team_fields.HEAD_KIND] = KINDS[weight.dtype]
+        job[team_fields.HEAD_KIND] = kind
         job[team_fields.HEAD_NORM] = self._norm.data_ptr()
         job.view(np.float64)[team_fields.HEAD_EPS] = eps
-        job[team_fields.HEAD_HIDDEN] = weight.shape[1]
+        job[team_fields.HEAD_HIDDEN] = hidden
         job[team_fields.HEAD_WEIGHT] = self._weight.data_ptr()
         job[team_fields.HEAD_STRIDE] = self._weight.stride(0) * self._weight.element_size()
-        job[team_fields.HEAD_COLUMNS] = weight.shape[0]
+        job[team_fields.HEAD_COLUMNS] = self._columns
+        job[team_fields.HEAD_SCRATCH] = self._scratch.data_ptr()
+        job[team_fields.HEAD_SCRATCH_BYTES] = scratch
         job[team_fields.HEAD_BARRIER] = team.barrier
         job[team_fields.HEAD_THREADS] = team.size
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         normed = torch.empty_like(x)
-        out = torch.empty(x.shape[0], self._weight.shape[0])
+        out = torch.empty(x.shape[0], self._columns)
         job = self._job
         job[team_fields.HEAD_ROWS] = x.shape[0]
         job[team_fields.HEAD_X], job[team_fields.HEAD_NORMED] = x.data_ptr(), normed.data_ptr()
         job[team_fields.HEAD_OUT] = out.data_ptr()
         self._team.run_head(job.ctypes.data)
         return out
+
+
+def _matrix(weight: Weight) -> tuple[Tensor, int]:
+    """The tensor that holds a weight, its rows contiguous, and the kernels' number for its kind."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.blocks, QUANTIZED_KINDS[weight.kind]
+    return (weight if weight.stride(-1) == 1 else weight.contiguous()), KINDS[weight.dtype]
 
 
 def _groups(layer: CpuLayer) -> np.ndarray:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spmd.comm.partition import Partition
 from spmd.layers.kernels.matmul import linear
+from spmd.layers.quantized import QuantizedTensor, Weight
 from spmd.layers.weights import Placement, Weights
 
 
@@ -23,18 +26,24 @@ class VocabParallelEmbedding:
         self.tp = placement.tp
         self.start, self.stop = vocab.start(self.tp.rank), vocab.stop(self.tp.rank)
         index = (slice(self.start, self.stop), slice(0, hidden_size))
-        self.weight = placement.load(weights, name, (vocab.total, hidden_size), index)
+        self.weight = _fine(placement).load_matrix(weights, name, (vocab.total, hidden_size), index)
+        self._dtype = placement.dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self._rows(token_ids)
         mine = (token_ids >= self.start) & (token_ids < self.stop)
         out = torch.zeros(
-            token_ids.shape[0], self.weight.shape[1], dtype=self.weight.dtype, device=self.weight.device
+            token_ids.shape[0], self.weight.shape[1], dtype=self._dtype, device=self.weight.device
         )
-        out[mine] = self.weight[token_ids[mine] - self.start]
+        out[mine] = self._rows(token_ids[mine] - self.start)
         # One rank contributes the row, the others zeros: the sum is exact in any dtype.
         return self.tp.all_reduce(out)
+
+    def _rows(self, places: Tensor) -> Tensor:
+        if isinstance(self.weight, QuantizedTensor):
+            return self.weight[places].dequantize().to(self._dtype)
+        return F.embedding(places, self.weight)
 
 
 class VocabParallelHead:
@@ -43,7 +52,7 @@ class VocabParallelHead:
     A rank computes logits of real ids only, so there is no padded id to mask.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Weight) -> None:
         self.weight = weight
 
     @classmethod
@@ -51,7 +60,12 @@ class VocabParallelHead:
         cls, weights: Weights, placement: Placement, name: str, vocab: Partition, hidden_size: int
     ) -> VocabParallelHead:
         index = (vocab.slice(placement.tp.rank), slice(0, hidden_size))
-        return cls(placement.load(weights, name, (vocab.total, hidden_size), index))
+        return cls(_fine(placement).load_matrix(weights, name, (vocab.total, hidden_size), index))
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         return linear(hidden_states, self.weight).float()
+
+
+def _fine(placement: Placement) -> Placement:
+    """Embedding and head are not rounded to less than 8 bits: errors there reach every logit."""
+    return replace(placement, quantize="Q8_0") if placement.quantize is not None else placement

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spmd.comm.partition import Partition
 from spmd.layers.kernels.matmul import linear
+from spmd.layers.quantized import Weight, stack_rows
 from spmd.layers.weights import Piece, Placement, Weights
 
 
@@ -21,19 +22,18 @@ class ColumnParallelLinear:
     def __init__(
         self, weights: Weights, placement: Placement, pieces: Sequence[Piece], in_features: int, bias: bool
     ) -> None:
-        rows = sum(piece.count for piece in pieces)
-        self.weight = torch.empty(rows, in_features, dtype=placement.dtype, device=placement.device)
-        self.bias = torch.empty(rows, dtype=placement.dtype, device=placement.device) if bias else None
-        start = 0
+        parts: list[Weight] = []
+        biases = []
         for piece in pieces:
-            stop = start + piece.count
             shape = (piece.full_rows, in_features)
-            part = placement.load(weights, piece.name + ".weight", shape, (piece.rows, slice(0, in_features)))
-            self.weight[start:stop].copy_(part)
-            if self.bias is not None:
-                part = placement.load(weights, piece.name + ".bias", (piece.full_rows,), (piece.rows,))
-                self.bias[start:stop].copy_(part)
-            start = stop
+            index = (piece.rows, slice(0, in_features))
+            parts.append(placement.load_matrix(weights, piece.name + ".weight", shape, index))
+            if bias:
+                biases.append(
+                    placement.load(weights, piece.name + ".bias", (piece.full_rows,), (piece.rows,))
+                )
+        self.weight = stack_rows(parts, placement.dtype)
+        self.bias = torch.cat(biases) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -57,7 +57,9 @@ class RowParallelLinear:
         self.tp = placement.tp
         shape = (out_features, in_partition.total)
         columns = in_partition.slice(self.tp.rank)
-        self.weight = placement.load(weights, name + ".weight", shape, (slice(0, out_features), columns))
+        self.weight = placement.load_matrix(
+            weights, name + ".weight", shape, (slice(0, out_features), columns)
+        )
         self.bias = placement.load(weights, name + ".bias", (out_features,)) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from spmd.layers.quantized import BLOCK, QuantizedTensor, Weight
+
 if TYPE_CHECKING:
     from spmd.comm.group import Group
     from spmd.layers.kernels.cpu_team import ThreadTeam
@@ -30,6 +32,13 @@ class Weights(Protocol):
         """
         ...
 
+    def get_blocks(
+        self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] | None = None
+    ) -> QuantizedTensor | None:
+        """`tensor[index]` as it is stored, if that is in blocks that can be computed on and that the slice
+        does not cut; None otherwise."""
+        ...
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -39,17 +48,32 @@ class Placement:
     device: torch.device
     tp: Group
     team: ThreadTeam | None = None  # threads for the CPU kernels; None: plain torch everywhere
+    keep_blocks: bool = False  # keep matrices that are stored in blocks of few bits as they are
+    quantize: str | None = None  # kind of blocks to round every other matrix to (see quantized.py)
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """Of hidden states. On CPUs fp32 whatever the weights are stored in: it costs nothing where memory is the
-        limit, and texts do not part between grids for want of precision."""
+        """Of hidden states. On CPUs fp32 whatever the weights are stored in: it costs nothing where memory
+        is the limit, and texts do not part between grids for want of precision."""
         return self.dtype if self.device.type == "cuda" else torch.float32
 
     def load(
         self, weights: Weights, name: str, shape: tuple[int, ...], index: tuple[slice, ...] | None = None
     ) -> Tensor:
         return weights.get(name, shape, index, self.dtype).to(self.device)
+
+    def load_matrix(
+        self, weights: Weights, name: str, shape: tuple[int, int], index: tuple[slice, slice] | None = None
+    ) -> Weight:
+        """A matrix `[out, in]` of a product, in blocks if they are kept or made and fit the slice."""
+        if self.keep_blocks:
+            blocks = weights.get_blocks(name, shape, index)
+            if blocks is not None:
+                return blocks
+        columns = index[1] if index is not None else slice(0, shape[1])
+        if self.quantize is None or columns.start % BLOCK or columns.stop % BLOCK:
+            return self.load(weights, name, shape, index)
+        return QuantizedTensor.quantize(weights.get(name, shape, index, torch.float32), self.quantize)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from spmd.comm.partition import Partition
 from spmd.config import ModelConfig
 from spmd.engine import Engine
 from spmd.frontend import Frontend
+from spmd.kernels import make_team
 from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
 from spmd.launch.devices import take_device
-from spmd.kernels import make_team
 from spmd.launch.timers import set_fine_sleeps
+from spmd.layers.quantized import BLOCK_BYTES, QUANTIZE
 from spmd.layers.weights import Placement
 from spmd.memory import available_bytes, choose_num_blocks
 from spmd.models.decoder import HEAD, ModelPartitions, StageModel
@@ -70,13 +71,20 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         if grid.tp_size > 1:
             tp = cast(Group, MeasuredGroup(grid.tp, step_clock))
     with agreed(grid.world):
-        parts = ModelPartitions.build(config, grid.tp_size, _stages(options, grid, config))
+        names = checkpoint.source.names()
+        keep_blocks = options.dtype == "auto" and any(
+            checkpoint.source.dtype_name(name) in BLOCK_BYTES for name in names
+        )
+        in_blocks = keep_blocks or options.quantize is not None
+        parts = ModelPartitions.build(config, grid.tp_size, _stages(options, grid, config), in_blocks)
         if grid.world.rank == 0:
             for warning in _check_tensors(config, checkpoint, stored_head):
                 print(f"spmd: warning: {warning}", file=sys.stderr)
         dtype = _dtype(options.dtype, config.dtype)
     compiled = device.type == "cpu" and options.kernels == "auto"
-    placement = Placement(dtype, device, tp, make_team(grid.node, threads) if compiled else None)
+    team = make_team(grid.node, threads) if compiled else None
+    kind = QUANTIZE[options.quantize] if options.quantize is not None else None
+    placement = Placement(dtype, device, tp, team, keep_blocks and team is not None, kind)
     with agreed(grid.world):
         weights = ReportedWeights(WeightReader(checkpoint.source), shown=grid.world.rank == 0)
         mine = range(grid.pp_rank, parts.layers.parts, grid.pp_size)

@@ -21,6 +21,7 @@ class EngineOptions:
     kv_memory: bytes of KV cache per rank; default from what is free.
     max_batch_tokens, max_running: tokens and sequences of one micro-batch.
     pp_split: layers of each pipeline stage, by hand. pp_interleave: stages per pipeline rank.
+    quantize: int8 or int4, to round weights to blocks of so many bits when they are loaded.
     kernels: auto, or torch to do without compiled CPU kernels.
     prefix_caching: share the cache blocks of equal prefixes. report: measure where the time goes.
     timeout_s: seconds without an answer from another rank after which the job is given up.
@@ -46,6 +47,7 @@ class EngineOptions:
     chat_template: str | None = None
     threads: int | None = None
     kernels: str = "auto"
+    quantize: str | None = None
     comm_backend: str = "auto"
     timeout_s: float = 600.0
 
@@ -58,6 +60,8 @@ class EngineOptions:
             raise UserError(f"device {self.device!r}: expected one of {', '.join(DEVICES)}")
         if self.comm_backend not in BACKENDS:
             raise UserError(f"comm_backend {self.comm_backend!r}: expected one of {', '.join(BACKENDS)}")
+        if self.quantize not in (None, *QUANTIZE):
+            raise UserError(f"quantize {self.quantize!r}: expected one of {', '.join(QUANTIZE)}")
         if self.kernels not in KERNELS:
             raise UserError(f"kernels {self.kernels!r}: expected one of {', '.join(KERNELS)}")
         for name in (
@@ -77,5 +81,6 @@ class EngineOptions:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZE = ("int8", "int4")
 KERNELS = ("auto", "torch")
 BACKENDS = ("auto", "shm", "mpi")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spmd.launch.placement import describe_places
+from spmd.layers.quantized import QuantizedTensor
 from spmd.layers.weights import Weights
 from spmd.outputs import RequestOutput
 from spmd.report import format_report, to_json
@@ -39,8 +40,15 @@ class ReportedWeights:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         tensor = self._weights.get(name, shape, index, dtype)
-        self._bar.update(tensor.numel() * tensor.element_size())
+        self._bar.update(tensor.nbytes)
         return tensor
+
+    def get_blocks(
+        self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] | None = None
+    ) -> QuantizedTensor | None:
+        blocks = self._weights.get_blocks(name, shape, index)
+        self._bar.update(blocks.nbytes if blocks is not None else 0)
+        return blocks
 
     def close(self) -> None:
         self._bar.close()

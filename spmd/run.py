@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--threads", type=int, help="compute threads per rank (default: its share of the cores)"
     )
+    engine.add_argument("--quantize", help="int8 or int4: round weights to blocks when they are loaded")
     engine.add_argument("--kernels", default="auto", help="auto, or torch: no compiled CPU kernels")
     engine.add_argument("--comm-backend", default="auto", help="auto, shm or mpi")
     engine.add_argument(
@@ -135,6 +136,7 @@ def main(arguments: list[str] | None = None, watch: SignalWatch | None = None) -
         report=args.report is not None,
         chat_template=args.chat_template,
         threads=args.threads,
+        quantize=args.quantize,
         kernels=args.kernels,
         comm_backend=args.comm_backend,
         timeout_s=args.timeout,

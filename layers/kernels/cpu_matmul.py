@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 from numba import carray, njit
 
-from spmd.layers.kernels.simd import FLOAT32, f32_pointer, load_i64
+from spmd.layers.kernels.quantized_tiles import (
+    BLOCK,
+    MAX_QUANTIZED_ROWS,
+    Q4_0,
+    Q8_0,
+    dequantize_blocks,
+    quantized_dot,
+)
+from spmd.layers.kernels.simd import FLOAT16, FLOAT32, f32_pointer, i16_pointer, load_i64
 from spmd.layers.kernels.tiles import COLUMNS, MAX_ROWS, dot_tile
 
 STREAMED_ROWS = 2  # up to here weights are read as one stream, which hardware prefetchers follow best
@@ -12,6 +21,13 @@ STREAMED_INNER = 4096  # x of one row must stay in the first-level cache beside 
 BLOCK_COLUMNS = 16  # rows of the weights brought into cache together
 BLOCK_INNER = 2048
 _LINE = 64
+
+
+@njit(nogil=True, cache=True)
+def matmul_scratch_bytes(inner: int) -> int:
+    """Memory one thread needs for a product of `inner` columns with quantized weights."""
+    blocks = inner // BLOCK + 1
+    return max(4 * BLOCK_COLUMNS * BLOCK_INNER, MAX_QUANTIZED_ROWS * blocks * (2 * BLOCK + 8))
 
 
 @njit(nogil=True, cache=True)
@@ -27,55 +43,65 @@ def matmul_columns(
     k: int,
     out: int,
     out_stride: int,
+    scratch: int,
 ) -> int:
     """out[r, c] = sum over k of x[r, k] * w[c, k] for columns `first` <= c < `last` of out.
 
-    x and out: addresses of fp32 rows; w: of rows of `kind`; strides in bytes. The return value means nothing.
+    x and out: addresses of fp32 rows; w: of rows of `kind`; strides in bytes. scratch:
+    `matmul_scratch_bytes(k)` bytes of this thread's. The return value means nothing.
     """
-    item = 4 if kind == FLOAT32 else 2
     if k == 0:
         for r in range(rows):
             row = carray(f32_pointer(out + r * out_stride), last)
             for c in range(first, last):
                 row[c] = 0
         return 0
-    if rows <= STREAMED_ROWS and k <= STREAMED_INNER:
+    if kind > FLOAT16 and rows <= MAX_QUANTIZED_ROWS:
+        _multiply_integers(kind, x, x_stride, rows, w, w_stride, first, last, k, out, out_stride, scratch)
+        return 0
+    item = 4 if kind == FLOAT32 else 2
+    if rows <= STREAMED_ROWS and k <= STREAMED_INNER and kind <= FLOAT16:
         for c in range(first, last):
             dot_tile(kind, rows, 1, x, x_stride, w + c * w_stride, w_stride, k, out + 4 * c, out_stride, 0)
         return 0
+    block_bytes = 34 if kind == Q8_0 else 18 if kind == Q4_0 else 20
     touched = 0
     blocks = (rows + MAX_ROWS - 1) // MAX_ROWS
     for k0 in range(0, k, BLOCK_INNER):
         inner = min(BLOCK_INNER, k - k0)
         for c0 in range(first, last, BLOCK_COLUMNS):
             columns = min(BLOCK_COLUMNS, last - c0)
+            tile_kind, w_block, step = kind, w + c0 * w_stride + item * k0, w_stride
             # Tiles read several rows of the weights at once, too many streams for the prefetchers: bring
             # the block into cache in order first.
-            if inner == k:
-                start = w + c0 * w_stride
+            if kind > FLOAT16:
+                tile_kind, w_block, step = FLOAT32, scratch, 4 * BLOCK_INNER
+                for c in range(columns):
+                    source = w + (c0 + c) * w_stride + k0 // BLOCK * block_bytes
+                    dequantize_blocks(kind, source, inner // BLOCK, scratch + c * step)
+            elif inner == k:
                 for place in range(0, columns * w_stride - 7, _LINE):
-                    touched |= load_i64(start + place)
+                    touched |= load_i64(w_block + place)
             else:
                 for c in range(columns):
-                    start = w + (c0 + c) * w_stride + item * k0
                     for place in range(0, inner * item - 7, _LINE):
-                        touched |= load_i64(start + place)
+                        touched |= load_i64(w_block + c * w_stride + place)
             r0 = 0
             for block in range(blocks):
                 r1 = rows * (block + 1) // blocks
                 x_block = x + r0 * x_stride + 4 * k0
-                w_block, out_block = w + c0 * w_stride + item * k0, out + r0 * out_stride + 4 * c0
+                out_block = out + r0 * out_stride + 4 * c0
                 paired = columns - columns % COLUMNS
                 for c in range(0, paired, COLUMNS):
-                    w_row, place = w_block + c * w_stride, out_block + 4 * c
+                    w_row, place = w_block + c * step, out_block + 4 * c
                     dot_tile(
-                        kind,
+                        tile_kind,
                         r1 - r0,
                         COLUMNS,
                         x_block,
                         x_stride,
                         w_row,
-                        w_stride,
+                        step,
                         inner,
                         place,
                         out_stride,
@@ -84,7 +110,71 @@ def matmul_columns(
                 for c in range(paired, columns):
                     for r in range(r1 - r0):
                         x_row, place = x_block + r * x_stride, out_block + r * out_stride + 4 * c
-                        w_row = w_block + c * w_stride
-                        dot_tile(kind, 1, 1, x_row, x_stride, w_row, w_stride, inner, place, out_stride, k0)
+                        dot_tile(
+                            tile_kind,
+                            1,
+                            1,
+                            x_row,
+                            x_stride,
+                            w_block + c * step,
+                            step,
+                            inner,
+                            place,
+                            out_stride,
+                            k0,
+                        )
                 r0 = r1
     return touched
+
+
+@njit(nogil=True, cache=True)
+def _multiply_integers(
+    kind: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    w: int,
+    w_stride: int,
+    first: int,
+    last: int,
+    k: int,
+    out: int,
+    out_stride: int,
+    scratch: int,
+) -> None:
+    blocks = k // BLOCK
+    row_bytes, scale_bytes = 2 * k, 8 * blocks
+    scales = scratch + rows * row_bytes
+    for r in range(rows):
+        quantize_row(x + r * x_stride, blocks, scratch + r * row_bytes, scales + r * scale_bytes)
+    for c in range(first, last):
+        place = out + 4 * c
+        quantized_dot(
+            kind, rows, scratch, row_bytes, scales, scale_bytes, w + c * w_stride, blocks, place, out_stride
+        )
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
+def quantize_row(x: int, blocks: int, out: int, scales: int) -> None:
+    """fp32 numbers as int16 against the largest of each block, with (scale, sum) of each block in fp32.
+
+    A block with a NaN or an infinity gets NaNs for these, so results show it.
+    """
+    numbers, rounded = carray(f32_pointer(x), blocks * BLOCK), carray(i16_pointer(out), blocks * BLOCK)
+    about = carray(f32_pointer(scales), 2 * blocks)
+    for b in range(blocks):
+        start = b * BLOCK
+        largest = np.float32(0)
+        total = np.float32(0)
+        for i in range(BLOCK):
+            largest = max(largest, abs(numbers[start + i]))
+            total += numbers[start + i]
+        usable = largest > 0 and largest < np.float32(3.4e38) and total == total
+        inverse = np.float32(32767) / largest if usable else np.float32(0)
+        for i in range(BLOCK):
+            rounded[start + i] = np.int16(np.int32(np.rint(numbers[start + i] * inverse))) if usable else 0
+        about[2 * b] = largest / np.float32(32767) if usable else np.float32(0)
+        about[2 * b + 1] = total
+        if not usable and not (largest == 0 and total == 0):
+            about[2 * b] = np.float32(np.nan)
+            about[2 * b + 1] = np.float32(np.nan)

@@ -1,8 +1,8 @@
 """All layers of a pipeline stage as one CPU kernel: a step's overhead is one call, not dozens a layer.
 
 A stage is a sequence of segments, two a layer: attention, and MLP. Each ends with this rank's part of a
-row-parallel product. Between ranks that share memory the parts are summed here, through the group's own window
-and protocol; otherwise the kernel returns after each segment and the caller sums.
+row-parallel product. Between ranks that share memory the parts are summed here, through the group's own
+window and protocol; otherwise the kernel returns after each segment and the caller sums.
 
 All threads of the rank run the same program on their share of rows or columns.
 """
@@ -18,11 +18,12 @@ from spmd.layers.kernels.cpu_sync import WORD_BITS, cycles, meet_threads, store_
 from spmd.layers.kernels.simd import FLOAT32, f32_pointer, f64_pointer
 
 # Fields of a layer (int64).
-KIND, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, HALF, WINDOW, GROUPS = range(8)
-QKV, QKV_STRIDE, QKV_BIAS, Q_NORM, K_NORM, K_CACHE, V_CACHE, KV_KIND = range(8, 16)
-OUT, OUT_STRIDE, OUT_BIAS, INPUT_NORM, POST_NORM, ACTIVATION = range(16, 22)
-GATE_UP, GATE_UP_STRIDE, GATE_UP_BIAS, INTERMEDIATE, DOWN, DOWN_STRIDE, DOWN_BIAS = range(22, 29)
-LAYER_FIELDS = 29
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, HALF, WINDOW, GROUPS, INTERMEDIATE, ACTIVATION = range(9)
+QKV, QKV_STRIDE, QKV_KIND, QKV_BIAS, OUT, OUT_STRIDE, OUT_KIND, OUT_BIAS = range(9, 17)
+GATE_UP, GATE_UP_STRIDE, GATE_UP_KIND, GATE_UP_BIAS = range(17, 21)
+DOWN, DOWN_STRIDE, DOWN_KIND, DOWN_BIAS = range(21, 25)
+INPUT_NORM, POST_NORM, Q_NORM, K_NORM, K_CACHE, V_CACHE, KV_KIND = range(25, 32)
+LAYER_FIELDS = 32
 EPS, SCALE = 0, 1  # fields of a layer (fp64)
 LAYER_NUMBERS = 2
 
@@ -49,8 +50,9 @@ def _share(count: int, thread: int, threads: int, unit: int):  # type: ignore[no
 @njit(nogil=True, cache=True)
 def _attention_segment(run, layer, eps, scale, out, thread, threads) -> None:  # type: ignore[no-untyped-def]
     rows, hidden, dim, half = run[ROWS], layer[HIDDEN], layer[HEAD_DIM], layer[HALF]
-    heads, kv_heads, kind = layer[HEADS], layer[KV_HEADS], layer[KIND]
+    heads, kv_heads = layer[HEADS], layer[KV_HEADS]
     barrier = run[BARRIER]
+    scratch = run[SCRATCH] + thread * run[SCRATCH_BYTES]
     row_bytes, width = 4 * hidden, (heads + 2 * kv_heads) * dim
     qkv_bytes = 4 * width
     low, high = _share(rows, thread, threads, 1)
@@ -59,7 +61,7 @@ def _attention_segment(run, layer, eps, scale, out, thread, threads) -> None:  #
     meet_threads(barrier, threads)
     first, last = _share(width, thread, threads, 16)
     matmul_columns(
-        kind,
+        layer[QKV_KIND],
         run[NORMED],
         row_bytes,
         rows,
@@ -70,6 +72,7 @@ def _attention_segment(run, layer, eps, scale, out, thread, threads) -> None:  #
         hidden,
         run[QKV_OUT],
         qkv_bytes,
+        scratch,
     )
     meet_threads(barrier, threads)
     slots = ints(run[SLOTS], rows)
@@ -107,14 +110,14 @@ def _attention_segment(run, layer, eps, scale, out, thread, threads) -> None:  #
         slot_bytes,
         run[ATTENDED],
         4 * heads * dim,
-        run[SCRATCH] + thread * run[SCRATCH_BYTES],
+        scratch,
         thread,
         threads,
     )
     meet_threads(barrier, threads)
     first, last = _share(hidden, thread, threads, 16)
     matmul_columns(
-        kind,
+        layer[OUT_KIND],
         run[ATTENDED],
         4 * heads * dim,
         rows,
@@ -125,13 +128,15 @@ def _attention_segment(run, layer, eps, scale, out, thread, threads) -> None:  #
         heads * dim,
         out,
         row_bytes,
+        scratch,
     )
 
 
 @njit(nogil=True, cache=True)
 def _mlp_segment(run, layer, eps, out, thread, threads) -> None:  # type: ignore[no-untyped-def]
-    rows, hidden, inner, kind = run[ROWS], layer[HIDDEN], layer[INTERMEDIATE], layer[KIND]
+    rows, hidden, inner = run[ROWS], layer[HIDDEN], layer[INTERMEDIATE]
     barrier = run[BARRIER]
+    scratch = run[SCRATCH] + thread * run[SCRATCH_BYTES]
     row_bytes, gated_bytes = 4 * hidden, 8 * inner
     low, high = _share(rows, thread, threads, 1)
     for r in range(low, high):
@@ -139,7 +144,7 @@ def _mlp_segment(run, layer, eps, out, thread, threads) -> None:  # type: ignore
     meet_threads(barrier, threads)
     first, last = _share(2 * inner, thread, threads, 16)
     matmul_columns(
-        kind,
+        layer[GATE_UP_KIND],
         run[NORMED],
         row_bytes,
         rows,
@@ -150,6 +155,7 @@ def _mlp_segment(run, layer, eps, out, thread, threads) -> None:  # type: ignore
         hidden,
         run[GATED],
         gated_bytes,
+        scratch,
     )
     meet_threads(barrier, threads)
     for r in range(low, high):
@@ -160,7 +166,7 @@ def _mlp_segment(run, layer, eps, out, thread, threads) -> None:  # type: ignore
     meet_threads(barrier, threads)
     first, last = _share(hidden, thread, threads, 16)
     matmul_columns(
-        kind,
+        layer[DOWN_KIND],
         run[GATED],
         gated_bytes,
         rows,
@@ -171,6 +177,7 @@ def _mlp_segment(run, layer, eps, out, thread, threads) -> None:  # type: ignore
         inner,
         out,
         row_bytes,
+        scratch,
     )
 
 

@@ -118,8 +118,8 @@ def meet_threads(barrier: int, threads: int) -> None:
 def wait_for_word(words: int, count: int, expected: int) -> bool:
     """Whether all of the `count` words reach the expected one within a short spin.
 
-    words: address of `count` int64, the addresses of the words. A word whose sequence number is already higher
-    has been the expected one.
+    words: address of `count` int64, the addresses of the words. A word whose sequence number is already
+    higher has been the expected one.
     """
     for rank in range(count):
         address = load_acquire(words + 8 * rank)

@@ -22,7 +22,8 @@ _MAX_SLEEP_US = 1000
 # Fields of a head job (int64; EPS holds an fp64).
 HEAD_KIND, HEAD_ROWS, HEAD_X, HEAD_NORM, HEAD_NORMED, HEAD_HIDDEN, HEAD_EPS = range(7)
 HEAD_WEIGHT, HEAD_STRIDE, HEAD_COLUMNS, HEAD_OUT, HEAD_BARRIER, HEAD_THREADS = range(7, 13)
-HEAD_FIELDS = 13
+HEAD_SCRATCH, HEAD_SCRATCH_BYTES = 13, 14
+HEAD_FIELDS = 15
 
 
 @njit(nogil=True, cache=True)
@@ -47,6 +48,7 @@ def run_head(job_address: int, thread: int) -> None:
         hidden,
         job[HEAD_OUT],
         4 * columns,
+        job[HEAD_SCRATCH] + thread * job[HEAD_SCRATCH_BYTES],
     )
     meet_threads(job[HEAD_BARRIER], threads)
 

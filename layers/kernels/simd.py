@@ -163,6 +163,9 @@ f32_pointer = _define(
 i64_pointer = _define(
     types.CPointer(types.int64), (types.int64,), lambda builder, args: pointer(builder, args[0], I64)
 )
+i16_pointer = _define(
+    types.CPointer(types.int16), (types.int64,), lambda builder, args: pointer(builder, args[0], I16)
+)
 f64_pointer = _define(
     types.CPointer(types.float64),
     (types.int64,),

@@ -1,7 +1,7 @@
 """Register tiles, the inner loops of the CPU kernels, written as LLVM vectors of the host's width.
 
-A tile keeps its sums in registers (the idea of GotoBLAS's micro-kernels; Goto and van de Geijn, 2008), sums in
-fp32, and reads the second operand in the type it is stored in.
+A tile keeps its sums in registers (the idea of GotoBLAS's micro-kernels; Goto and van de Geijn, 2008), sums
+in fp32, and reads the second operand in the type it is stored in.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _weighted_body(rows: int, vectors: int, kind: int) -> Callable[[Any, list[An
     return emit
 
 
-def _call_one_of(builder: Any, cases: Mapping[Any, Any], keys: list[Any], arguments: list[Any]) -> None:
+def call_one_of(builder: Any, cases: Mapping[Any, Any], keys: list[Any], arguments: list[Any]) -> None:
     """Call the function whose case equals the runtime `keys`; nothing where there is none."""
     done = builder.append_basic_block("tile.done")
     code = keys[0]
@@ -155,7 +155,7 @@ def _dot_codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for k in KINDS.values()
         for r, c in _DOT_SHAPES
     }
-    _call_one_of(builder, cases, [kind, rows, columns], rest)
+    call_one_of(builder, cases, [kind, rows, columns], rest)
     return context.get_dummy_value()
 
 
@@ -192,7 +192,7 @@ def _weighted_codegen(context: Any, builder: Any, signature: Any, args: Any) -> 
         for k in KINDS.values()
         for r, v in _SUM_SHAPES
     }
-    _call_one_of(builder, cases, [kind, rows, vectors], rest)
+    call_one_of(builder, cases, [kind, rows, vectors], rest)
     return context.get_dummy_value()
 
 

@@ -16,6 +16,7 @@ from spmd.checkpoint.gguf_names import ROPE_FACTORS, heads_to_unpermute, hf_name
 from spmd.checkpoint.gguf_split import read_gguf_parts
 from spmd.checkpoint.source import Bounds, Index, TensorSource, bounds_shape, slice_bounds
 from spmd.comm.errors import UserError
+from spmd.layers.quantized import BLOCK, BLOCK_BYTES, QuantizedTensor
 
 _PIECE_VALUES = 4 << 20
 
@@ -78,6 +79,25 @@ class GGUFSource(TensorSource):
 
     def read(self, name: str, index: Index | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._read(self._tensors[name], index, dtype)
+
+    def read_blocks(self, name: str, index: Index | None = None) -> QuantizedTensor | None:
+        tensor = self._tensors[name]
+        info = tensor.info
+        bounds = slice_bounds(info.shape, index)
+        if info.type_name not in BLOCK_BYTES or len(bounds) != 2:
+            return None
+        start, stop = bounds[1]
+        if start % BLOCK or stop % BLOCK:
+            return None
+        size = BLOCK_BYTES[info.type_name]
+        rows = _stored_rows(info.shape, bounds[:1], tensor.heads)
+        if not len(rows) or start == stop:
+            return QuantizedTensor(
+                info.type_name, torch.empty(len(rows), (stop - start) // BLOCK * size, dtype=torch.uint8)
+            )
+        columns = slice(start // BLOCK * size, stop // BLOCK * size)
+        raw = self._copy_stored(tensor, info.shape[1] // BLOCK * size, rows, columns)
+        return QuantizedTensor(info.type_name, torch.from_numpy(raw))
 
     def close(self) -> None:
         for mapping in self._mappings.values():

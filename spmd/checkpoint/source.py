@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spmd.layers.quantized import QuantizedTensor
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -49,6 +51,10 @@ class TensorSource(ABC):
         `dtype` None keeps the stored type (float32 for a quantized one). Memory beyond the result is bounded.
         Raises `UserError` for a stored type that can't be read, `IndexError` for a slice outside the shape.
         """
+
+    def read_blocks(self, name: str, index: Index | None = None) -> QuantizedTensor | None:
+        """`tensor[index]` as it is stored in blocks; None where it is not, or the slice cuts them."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

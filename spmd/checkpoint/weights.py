@@ -8,6 +8,7 @@ import torch
 
 from spmd.checkpoint.source import Index, TensorSource, bounds_shape, slice_bounds
 from spmd.comm.errors import UserError
+from spmd.layers.quantized import QuantizedTensor
 
 _MOST_NAMED = 5
 
@@ -24,12 +25,22 @@ class WeightReader:
         self, name: str, shape: tuple[int, ...], index: Index | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """See `Weights.get`. Raises `UserError` for a missing tensor and for another shape than expected."""
+        self._check(name, shape)
+        return self._source.read(name, index, dtype)
+
+    def get_blocks(
+        self, name: str, shape: tuple[int, ...], index: Index | None = None
+    ) -> QuantizedTensor | None:
+        """See `Weights.get_blocks`. Raises as `get` does."""
+        self._check(name, shape)
+        return self._source.read_blocks(name, index)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._names:
             raise UserError(f"{_missing(name, shape)} is not in {self._source.location}")
         if self._source.shape(name) != tuple(shape):
             raise UserError(_wrong_shape(name, shape, self._source))
         self._used.add(name)
-        return self._source.read(name, index, dtype)
 
     def unused(self) -> list[str]:
         """Tensors of the checkpoint that nothing asked for, sorted."""
@@ -51,6 +62,12 @@ class ExpectedWeights:
         if self.shapes.setdefault(name, shape) != shape:
             raise ValueError(f"tensor {name} is expected both as {list(self.shapes[name])} and {list(shape)}")
         return torch.empty(bounds_shape(slice_bounds(shape, index)), dtype=dtype, device="meta")
+
+    def get_blocks(
+        self, name: str, shape: tuple[int, ...], index: Index | None = None
+    ) -> QuantizedTensor | None:
+        """None: a dry run has no blocks."""
+        return None
 
 
 def check_complete(

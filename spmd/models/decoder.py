@@ -17,6 +17,7 @@ from spmd.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from spmd.layers.linear import ColumnParallelLinear, RowParallelLinear
 from spmd.layers.mlp import GatedMLP
 from spmd.layers.norm import RMSNorm
+from spmd.layers.quantized import BLOCK
 from spmd.layers.rotary import Rotary, apply_rotary
 from spmd.layers.weights import Placement, Weights, pack
 from spmd.models import FAMILIES
@@ -40,10 +41,13 @@ class ModelPartitions:
     layers: Partition  # over the pipeline stages
 
     @classmethod
-    def build(cls, config: ModelConfig, tp: int, layers: Partition) -> ModelPartitions:
+    def build(
+        cls, config: ModelConfig, tp: int, layers: Partition, in_blocks: bool = False
+    ) -> ModelPartitions:
+        """in_blocks: matrices are kept in blocks, which a rank's part of the inner features must not cut."""
         return cls(
             heads=HeadPartition(config.num_heads, config.num_kv_heads, tp),
-            intermediate=Partition.even(config.intermediate_size, tp),
+            intermediate=Partition.even(config.intermediate_size, tp, align=BLOCK if in_blocks else 1),
             vocab=Partition.even(config.vocab_size, tp),
             layers=layers,
         )
@@ -240,7 +244,7 @@ class StageModel:
         total = 0
         for layer in self.layers:
             for part in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down):
-                total += part.weight.numel() * part.weight.element_size()
+                total += part.weight.nbytes
         if self.head is not None:
-            total += self.head.weight.numel() * self.head.weight.element_size()
+            total += self.head.weight.nbytes
         return total
