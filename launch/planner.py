@@ -175,9 +175,10 @@ def _reason(chosen: GridPlan, plans: Sequence[GridPlan], cluster: Cluster, work:
         why = "across nodes, where it sends least" if crossing else "inside a node"
         parts.append(f"PP {grid.pp} {why}")
     if grid.dp > 1:
+        busy = min(grid.dp, work.concurrency)
+        requests = f"{work.concurrency} request{'s keep' if work.concurrency > 1 else ' keeps'}"
         parts.append(
-            f"DP {grid.dp}: a copy fits {_ranks(grid.pp * grid.tp)} and {work.concurrency} requests keep "
-            f"{grid.dp} of them busy"
+            f"DP {grid.dp}: a copy fits {_ranks(grid.pp * grid.tp)}, and {requests} {busy} of them busy"
         )
     if not parts:
         parts.append("one rank")
