@@ -13,7 +13,6 @@ import math
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -225,7 +224,6 @@ def _time_model(
         report=True,
         chat_template=None,
     )
-    before = set(threading.enumerate())
     engine = load(mine, grid).engine
     step, host = {}, {}
     for rows in effort.rows:
@@ -234,18 +232,7 @@ def _time_model(
     if effort.context is not None:
         timing = effort if long else replace(effort, steps=2)
         long_step, _, prefill = _time_steps(engine, grid, effort.context_rows, effort.context, vocab, timing)
-    _end_threads(engine, before)
     return _Timing(step, host, prefill, long_step)
-
-
-def _end_threads(engine: Engine, before: set[threading.Thread]) -> None:
-    """Let the kernel threads of an engine that has done its work end, before what they watch is freed."""
-    team = engine.pipeline.stages[0].placement.team
-    if team is not None:
-        team.close()
-        for thread in set(threading.enumerate()) - before:
-            if "serve" in thread.name:
-                thread.join()
 
 
 def _time_steps(

@@ -83,6 +83,10 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         dtype = _dtype(options.dtype, config.dtype)
     compiled = device.type == "cpu" and options.kernels == "auto"
     team = make_team(grid.node, threads) if compiled else None
+    if team is not None:
+        torch.set_num_threads(
+            1
+        )  # what is left to torch is small, and its idle threads spin on the team's cores
     kind = QUANTIZE[options.quantize] if options.quantize is not None else None
     placement = Placement(dtype, device, tp, team, keep_blocks and team is not None, kind)
     with agreed(grid.world):

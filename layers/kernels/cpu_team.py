@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 from numba import carray, njit
@@ -78,16 +79,19 @@ def serve(control: int, thread: int) -> None:
 
 
 class ThreadTeam:
-    """`size` threads, the caller among them. Jobs end for all before `run` returns."""
+    """`size` threads, the caller among them. A job has ended for all when its call returns; the helping
+    threads end when the team is forgotten."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._control = np.zeros(CONTROL_FIELDS, dtype=np.int64)
         self._address = self._control.ctypes.data
         self.barrier = self._address + 8 * BARRIER
-        self._jobs = 0
         for thread in range(1, size):
-            threading.Thread(target=serve, args=(self._address, thread), daemon=True).start()
+            threading.Thread(
+                target=_help, args=(self._control, thread), name="spmd kernel", daemon=True
+            ).start()
+        weakref.finalize(self, _dismiss, self._control)
 
     def run_stage(self, address: int) -> None:
         self._announce(STAGE, address)
@@ -97,15 +101,22 @@ class ThreadTeam:
         self._announce(HEAD, address)
         run_head(address, 0)
 
-    def close(self) -> None:
-        """Let the helping threads end."""
-        self._announce(LEAVE, 0)
-
     def _announce(self, job: int, address: int) -> None:
         if self.size > 1:
-            self._jobs += 1
-            self._control[JOB], self._control[ADDRESS] = job, address
-            _publish(self._address, self._jobs)
+            _announce(self._control, job, address)
+
+
+def _help(control: np.ndarray, thread: int) -> None:
+    serve(control.ctypes.data, thread)  # and hold the array until then
+
+
+def _dismiss(control: np.ndarray) -> None:
+    _announce(control, LEAVE, 0)
+
+
+def _announce(control: np.ndarray, job: int, address: int) -> None:
+    control[JOB], control[ADDRESS] = job, address
+    _publish(control.ctypes.data, int(control[JOBS]) + 1)
 
 
 @njit(nogil=True, cache=True)

@@ -17,7 +17,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from spmd.layers.kernels.simd import FLOAT, I8, I16, I32, i64, once, pointer
+from spmd.layers.kernels import simd
+from spmd.layers.kernels.native import compile_functions
+from spmd.layers.kernels.simd import FLOAT, I8, I16, I32, i64, pointer
 from spmd.layers.kernels.tiles import call_one_of
 
 BLOCK = 32  # numbers with one scale
@@ -160,21 +162,17 @@ def _dequantize_body(kind: int) -> Callable[[Any, list[Any]], None]:
     return emit
 
 
+_DOTS = {(k, r): f"spmd_quantized_dot_{k}_{r}" for k in BLOCK_BYTES for r in range(1, MAX_QUANTIZED_ROWS + 1)}
+_COPIES = {(k,): f"spmd_dequantize_{k}" for k in BLOCK_BYTES}
+
+
 def _dot_codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    kind, rows, *rest = args
-    cases = {
-        (k, r): once(builder, f"spmd_quantized_dot_{k}_{r}", 8, _dot_body(r, k))
-        for k in BLOCK_BYTES
-        for r in range(1, MAX_QUANTIZED_ROWS + 1)
-    }
-    call_one_of(builder, cases, [kind, rows], rest)
+    call_one_of(builder, _DOTS, args[:2], args[2:])
     return context.get_dummy_value()
 
 
 def _dequantize_codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    kind, *rest = args
-    cases = {(k,): once(builder, f"spmd_dequantize_{k}", 3, _dequantize_body(k)) for k in BLOCK_BYTES}
-    call_one_of(builder, cases, [kind], rest)
+    call_one_of(builder, _COPIES, args[:1], args[1:])
     return context.get_dummy_value()
 
 
@@ -203,3 +201,11 @@ def quantized_dot(
 def dequantize_blocks(typingctx: Any, kind: Any, w: Any, blocks: Any, out: Any) -> Any:
     """`blocks` blocks at `w` as fp32 at `out`."""
     return types.void(*[types.int64] * 4), _dequantize_codegen
+
+
+compile_functions(
+    "quantized_tiles",
+    [__file__, simd.__file__],
+    {name: (8, _dot_body(r, k)) for (k, r), name in _DOTS.items()}
+    | {name: (3, _dequantize_body(k)) for (k,), name in _COPIES.items()},
+)

@@ -96,20 +96,6 @@ def splat(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
 
-def once(builder: Any, name: str, count: int, emit: Callable[[Any, list[Any]], None]) -> Any:
-    """The function `name` of `count` i64 arguments in this module, its body made by `emit` the first time."""
-    existing = builder.module.globals.get(name)
-    if existing is not None:
-        return existing
-    function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [I64] * count), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    body = ir.IRBuilder(function.append_basic_block("entry"))
-    emit(body, list(function.args))
-    body.ret_void()
-    return function
-
-
 def _define(
     result: Any, arguments: tuple[Any, ...], emit: Callable[[Any, list[Any]], Any]
 ) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from spmd.layers.kernels import simd
+from spmd.layers.kernels.native import compile_functions
 from spmd.layers.kernels.simd import (
     FLOAT,
     FLOAT32,
@@ -27,7 +29,6 @@ from spmd.layers.kernels.simd import (
     horizontal_sum,
     i64,
     load_wide,
-    once,
     pointer,
     splat,
 )
@@ -126,21 +127,22 @@ def _weighted_body(rows: int, vectors: int, kind: int) -> Callable[[Any, list[An
     return emit
 
 
-def call_one_of(builder: Any, cases: Mapping[Any, Any], keys: list[Any], arguments: list[Any]) -> None:
-    """Call the function whose case equals the runtime `keys`; nothing where there is none."""
+def call_one_of(builder: Any, cases: Mapping[Any, str], keys: list[Any], arguments: list[Any]) -> None:
+    """Call the compiled function whose case equals the runtime `keys`; nothing where there is none."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * len(arguments))
     done = builder.append_basic_block("tile.done")
     code = keys[0]
     for key in keys[1:]:
         code = builder.add(builder.mul(code, i64(16)), key)
     switch = builder.switch(code, done)
-    for case, function in cases.items():
+    for case, name in cases.items():
         number = case[0]
         for part in case[1:]:
             number = number * 16 + part
         block = builder.append_basic_block("tile")
         switch.add_case(i64(number), block)
         with builder.goto_block(block):
-            builder.call(function, arguments)
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
             builder.branch(done)
     builder.position_at_end(done)
 
@@ -148,14 +150,11 @@ def call_one_of(builder: Any, cases: Mapping[Any, Any], keys: list[Any], argumen
 _DOT_SHAPES = [(1, 1), (2, 1), *((rows, COLUMNS) for rows in range(1, MAX_ROWS + 1))]
 
 
+_DOTS = {(k, r, c): f"spmd_dot_{k}_{r}x{c}" for k in KINDS.values() for r, c in _DOT_SHAPES}
+
+
 def _dot_codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    kind, rows, columns, *rest = args
-    cases = {
-        (k, r, c): once(builder, f"spmd_dot_{k}_{r}x{c}", 8, _dot_body(r, c, k))
-        for k in KINDS.values()
-        for r, c in _DOT_SHAPES
-    }
-    call_one_of(builder, cases, [kind, rows, columns], rest)
+    call_one_of(builder, _DOTS, args[:3], args[3:])
     return context.get_dummy_value()
 
 
@@ -185,14 +184,11 @@ def dot_tile(
 _SUM_SHAPES = [(rows, vectors) for rows in range(1, MAX_SUMMED_ROWS + 1) for vectors in (0, 1, 4)]
 
 
+_SUMS = {(k, r, v): f"spmd_weighted_{k}_{r}x{v}" for k in KINDS.values() for r, v in _SUM_SHAPES}
+
+
 def _weighted_codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    kind, rows, vectors, *rest = args
-    cases = {
-        (k, r, v): once(builder, f"spmd_weighted_{k}_{r}x{v}", 8, _weighted_body(r, v, k))
-        for k in KINDS.values()
-        for r, v in _SUM_SHAPES
-    }
-    call_one_of(builder, cases, [kind, rows, vectors], rest)
+    call_one_of(builder, _SUMS, args[:3], args[3:])
     return context.get_dummy_value()
 
 
@@ -217,3 +213,11 @@ def weighted_tile(
     values are of `kind`, their rows `slot_bytes` apart; slots int64; p and out fp32.
     """
     return types.void(*[types.int64] * 11), _weighted_codegen
+
+
+compile_functions(
+    "tiles",
+    [__file__, simd.__file__],
+    {name: (8, _dot_body(r, c, k)) for (k, r, c), name in _DOTS.items()}
+    | {name: (8, _weighted_body(r, v, k)) for (k, r, v), name in _SUMS.items()},
+)
