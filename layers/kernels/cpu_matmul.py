@@ -18,16 +18,18 @@ from spmd.layers.kernels.tiles import COLUMNS, MAX_ROWS, dot_tile
 
 STREAMED_ROWS = 2  # up to here weights are read as one stream, which hardware prefetchers follow best
 STREAMED_INNER = 4096  # x of one row must stay in the first-level cache beside the stream
+INTEGER_ROWS = 16  # up to here quantized weights are multiplied as integers
 BLOCK_COLUMNS = 16  # rows of the weights brought into cache together
 BLOCK_INNER = 2048
+COPIED = 4608  # numbers of quantized weights that are copied as fp32 at a time
 _LINE = 64
 
 
 @njit(nogil=True, cache=True)
 def matmul_scratch_bytes(inner: int) -> int:
     """Memory one thread needs for a product of `inner` columns with quantized weights."""
-    blocks = inner // BLOCK + 1
-    return max(4 * BLOCK_COLUMNS * BLOCK_INNER, MAX_QUANTIZED_ROWS * blocks * (2 * BLOCK + 8))
+    pairs = inner // (2 * BLOCK) + 1
+    return max(4 * BLOCK_COLUMNS * BLOCK_INNER, INTEGER_ROWS * pairs * 2 * (2 * BLOCK + 8))
 
 
 @njit(nogil=True, cache=True)
@@ -56,7 +58,7 @@ def matmul_columns(
             for c in range(first, last):
                 row[c] = 0
         return 0
-    if kind > FLOAT16 and rows <= MAX_QUANTIZED_ROWS:
+    if kind > FLOAT16 and rows <= INTEGER_ROWS:
         _multiply_integers(kind, x, x_stride, rows, w, w_stride, first, last, k, out, out_stride, scratch)
         return 0
     item = 4 if kind == FLOAT32 else 2
@@ -69,8 +71,11 @@ def matmul_columns(
     blocks = (rows + MAX_ROWS - 1) // MAX_ROWS
     for k0 in range(0, k, BLOCK_INNER):
         inner = min(BLOCK_INNER, k - k0)
-        for c0 in range(first, last, BLOCK_COLUMNS):
-            columns = min(BLOCK_COLUMNS, last - c0)
+        at_once = BLOCK_COLUMNS
+        if kind > FLOAT16:  # the fp32 copies should stay in the first-level cache
+            at_once = max(COLUMNS, min(BLOCK_COLUMNS, COPIED // inner // COLUMNS * COLUMNS))
+        for c0 in range(first, last, at_once):
+            columns = min(at_once, last - c0)
             tile_kind, w_block, step = kind, w + c0 * w_stride + item * k0, w_stride
             # Tiles read several rows of the weights at once, too many streams for the prefetchers: bring
             # the block into cache in order first.
@@ -143,25 +148,33 @@ def _multiply_integers(
     scratch: int,
 ) -> None:
     blocks = k // BLOCK
-    row_bytes, scale_bytes = 2 * k, 8 * blocks
+    paired = blocks + blocks % 2
+    row_bytes, scale_bytes = 2 * BLOCK * paired, 8 * paired
     scales = scratch + rows * row_bytes
     for r in range(rows):
-        quantize_row(x + r * x_stride, blocks, scratch + r * row_bytes, scales + r * scale_bytes)
+        quantize_row(kind, x + r * x_stride, blocks, scratch + r * row_bytes, scales + r * scale_bytes)
     for c in range(first, last):
-        place = out + 4 * c
-        quantized_dot(
-            kind, rows, scratch, row_bytes, scales, scale_bytes, w + c * w_stride, blocks, place, out_stride
-        )
+        for r in range(0, rows, MAX_QUANTIZED_ROWS):
+            count = min(MAX_QUANTIZED_ROWS, rows - r)
+            place = out + r * out_stride + 4 * c
+            x_rows, x_scales = scratch + r * row_bytes, scales + r * scale_bytes
+            w_row = w + c * w_stride
+            quantized_dot(
+                kind, count, x_rows, row_bytes, x_scales, scale_bytes, w_row, blocks, place, out_stride
+            )
 
 
 @njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
-def quantize_row(x: int, blocks: int, out: int, scales: int) -> None:
+def quantize_row(kind: int, x: int, blocks: int, out: int, scales: int) -> None:
     """fp32 numbers as int16 against the largest of each block, with (scale, sum) of each block in fp32.
 
-    A block with a NaN or an infinity gets NaNs for these, so results show it.
+    For 4-bit kinds, numbers lie as the kernel takes them: of two blocks, the 8 numbers 0, 2, ... 14 of the
+    first and of the second, then those from 16, from 1 and from 17 on; zeros follow an odd block.
+    A block with a NaN or an infinity gets NaNs for scale and sum, so results show it.
     """
-    numbers, rounded = carray(f32_pointer(x), blocks * BLOCK), carray(i16_pointer(out), blocks * BLOCK)
-    about = carray(f32_pointer(scales), 2 * blocks)
+    paired = blocks + blocks % 2
+    numbers, rounded = carray(f32_pointer(x), blocks * BLOCK), carray(i16_pointer(out), paired * BLOCK)
+    about = carray(f32_pointer(scales), 2 * paired)
     for b in range(blocks):
         start = b * BLOCK
         largest = np.float32(0)
@@ -171,10 +184,26 @@ def quantize_row(x: int, blocks: int, out: int, scales: int) -> None:
             total += numbers[start + i]
         usable = largest > 0 and largest < np.float32(3.4e38) and total == total
         inverse = np.float32(32767) / largest if usable else np.float32(0)
-        for i in range(BLOCK):
-            rounded[start + i] = np.int16(np.int32(np.rint(numbers[start + i] * inverse))) if usable else 0
+        if kind == Q8_0:
+            for i in range(BLOCK):
+                rounded[start + i] = (
+                    np.int16(np.int32(np.rint(numbers[start + i] * inverse))) if usable else 0
+                )
+        else:
+            place = start // (2 * BLOCK) * (2 * BLOCK) + start % (2 * BLOCK) // BLOCK * 8
+            for quarter in range(4):
+                first = start + quarter % 2 * 16 + quarter // 2
+                for i in range(8):
+                    value = np.int16(np.int32(np.rint(numbers[first + 2 * i] * inverse))) if usable else 0
+                    rounded[place + quarter * 16 + i] = value
         about[2 * b] = largest / np.float32(32767) if usable else np.float32(0)
         about[2 * b + 1] = total
         if not usable and not (largest == 0 and total == 0):
             about[2 * b] = np.float32(np.nan)
             about[2 * b + 1] = np.float32(np.nan)
+    if paired > blocks and kind != Q8_0:
+        about[2 * blocks] = about[2 * blocks + 1] = np.float32(0)
+        place = (blocks - 1) * BLOCK + 8
+        for quarter in range(4):
+            for i in range(8):
+                rounded[place + quarter * 16 + i] = 0

@@ -6,48 +6,25 @@ compiled by themselves, and kernels call them by name.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
 from llvmlite import ir
+
+from spmd.layers.kernels.cache import FOLDER
 
 Emit = Callable[[Any, list[Any]], None]
 
 _engines: list[Any] = []  # own the machine code
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: beside their sources, else in the user's cache or a temporary folder.
-
-    Numba's own cache goes to the same place where it could not write beside the sources.
-    """
-    own = Path(__file__).parent / "__pycache__"
-    home = Path(os.path.expanduser("~")) / ".cache" / "spmd"
-    shared = Path(tempfile.gettempdir()) / f"spmd-kernels-{os.getuid()}"
-    for folder in (own, home, shared):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError:
-            continue
-        if folder is not own:
-            numba.config.CACHE_DIR = str(folder)
-        return folder
-    raise OSError(f"compiled kernels cannot be kept: none of {own}, {home}, {shared} can be written")
-
-
-def compile_functions(name: str, sources: list[str], functions: Mapping[str, tuple[int, Emit]]) -> None:
+def compile_functions(name: str, functions: Mapping[str, tuple[int, Emit]]) -> None:
     """Make functions of so many i64 arguments callable by name from Numba's kernels.
 
-    `functions[name]`: number of arguments, and what emits the body. sources: files whose change makes
-    machine code of an earlier start useless.
+    `functions[name]`: number of arguments, and what emits the body.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -55,10 +32,7 @@ def compile_functions(name: str, sources: list[str], functions: Mapping[str, tup
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True
     )
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (cpu, features, numba.__version__, *(Path(source).read_text() for source in sources)):
-        digest.update(part.encode())
-    path = cache_folder() / f"{name}-{digest.hexdigest()}.o"
+    path = FOLDER / f"{name}.o"
     data = path.read_bytes() if path.exists() else b""
     if not data:
         data = _compile(functions, machine)

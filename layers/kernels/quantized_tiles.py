@@ -17,7 +17,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from spmd.layers.kernels import simd
 from spmd.layers.kernels.native import compile_functions
 from spmd.layers.kernels.simd import FLOAT, I8, I16, I32, i64, pointer
 from spmd.layers.kernels.tiles import call_one_of
@@ -41,15 +40,13 @@ def _filled(kind: Any, value: int) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def _number(builder: Any, address: Any) -> Any:
-    """The fp16 at `address` as fp32."""
-    half = builder.load(pointer(builder, address, ir.HalfType()), align=2)
-    return builder.fpext(half, FLOAT)
-
-
 def _block(builder: Any, address: Any, kind: int) -> tuple[Any, Any, list[Any]]:
     """Scale, minimum (None for Q8_0) and the 32 integers, two vectors of 16, of the block at `address`."""
-    scale = _number(builder, address)
+    # Four bytes at once: a load of one fp16 would merge into a register and wait for what it held.
+    head = builder.load(pointer(builder, address, I32), align=2)
+    halves = builder.bitcast(head, ir.VectorType(ir.HalfType(), 2))
+    numbers = builder.fpext(halves, ir.VectorType(FLOAT, 2))
+    scale = builder.extract_element(numbers, ir.Constant(I32, 0))
     if kind == Q8_0:
         raw = [
             builder.load(pointer(builder, builder.add(address, i64(2 + 16 * part)), _BYTES), align=1)
@@ -57,7 +54,7 @@ def _block(builder: Any, address: Any, kind: int) -> tuple[Any, Any, list[Any]]:
         ]
         return scale, None, [builder.sext(part, _SHORTS) for part in raw]
     if kind == Q4_1:
-        minimum, start = _number(builder, builder.add(address, i64(2))), 4
+        minimum, start = builder.extract_element(numbers, ir.Constant(I32, 1)), 4
     else:
         minimum, start = builder.fmul(scale, ir.Constant(FLOAT, -8.0)), 2
     packed = builder.load(pointer(builder, builder.add(address, i64(start)), _BYTES), align=1)
@@ -95,24 +92,113 @@ def _spread(builder: Any, scalar: Any) -> Any:
 
 
 def _total(builder: Any, vector: Any) -> Any:
-    total = builder.extract_element(vector, ir.Constant(I32, 0))
-    for lane in range(1, 8):
-        total = builder.fadd(total, builder.extract_element(vector, ir.Constant(I32, lane)))
-    return total
+    for width in (8, 4, 2):
+        low, high = (
+            ir.Constant(ir.VectorType(I32, width // 2), list(range(first, first + width // 2)))
+            for first in (0, width // 2)
+        )
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        vector = builder.fadd(
+            builder.shuffle_vector(vector, undefined, low), builder.shuffle_vector(vector, undefined, high)
+        )
+    return builder.extract_element(vector, ir.Constant(I32, 0))
 
 
-def _dot_body(rows: int, kind: int) -> Callable[[Any, list[Any]], None]:
+def _row(builder: Any, start: Any, stride: Any, row: int, step: Any) -> Any:
+    return builder.add(builder.add(start, builder.mul(stride, i64(row))), step)
+
+
+def _eight_bit_body(rows: int) -> Callable[[Any, list[Any]], None]:
+    unroll = 4 if rows == 1 else 2  # independent sums, which hide the latency of adding to one
+
     def emit(builder: Any, args: list[Any]) -> None:
         x, x_stride, scales, scales_stride, w, blocks, out, out_stride = args
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * 8)) for _ in range(rows)]
-        minima = [cgutils.alloca_once_value(builder, ir.Constant(FLOAT, 0.0)) for _ in range(rows)]
-        with cgutils.for_range(builder, blocks) as loop:
-            address = builder.add(w, builder.mul(loop.index, i64(BLOCK_BYTES[kind])))
-            scale, minimum, weights = _block(builder, address, kind)
+        zeros = ir.Constant(_FLOATS, [0.0] * 8)
+        sums = [[cgutils.alloca_once_value(builder, zeros) for _ in range(rows)] for _ in range(unroll)]
+
+        def add_block(number: Any, into: list[Any]) -> None:
+            address = builder.add(w, builder.mul(number, i64(BLOCK_BYTES[Q8_0])))
+            scale, _, weights = _block(builder, address, Q8_0)
             for r in range(rows):
-                place = builder.add(
-                    builder.add(x, builder.mul(x_stride, i64(r))), builder.mul(loop.index, i64(2 * BLOCK))
+                place = _row(builder, x, x_stride, r, builder.mul(number, i64(2 * BLOCK)))
+                first, second = (
+                    builder.load(pointer(builder, builder.add(place, i64(32 * part)), _SHORTS), align=2)
+                    for part in range(2)
                 )
+                pairs = builder.add(
+                    _pair_sums(builder, first, weights[0]), _pair_sums(builder, second, weights[1])
+                )
+                about = _row(builder, scales, scales_stride, r, builder.mul(number, i64(8)))
+                x_scale = builder.load(pointer(builder, about, FLOAT), align=4)
+                factor = _spread(builder, builder.fmul(scale, x_scale))
+                counted = builder.sitofp(pairs, _FLOATS)
+                builder.store(_fma(builder, counted, factor, builder.load(into[r])), into[r])
+
+        turns = builder.udiv(blocks, i64(unroll))
+        with cgutils.for_range(builder, turns) as loop:
+            for turn in range(unroll):
+                number = builder.add(builder.mul(loop.index, i64(unroll)), i64(turn))
+                add_block(number, sums[turn])
+        done = builder.mul(turns, i64(unroll))
+        with cgutils.for_range(builder, builder.sub(blocks, done)) as loop:
+            add_block(builder.add(done, loop.index), sums[0])
+        for r in range(rows):
+            vector = builder.load(sums[0][r])
+            for turn in range(1, unroll):
+                vector = builder.fadd(vector, builder.load(sums[turn][r]))
+            target = _row(builder, out, out_stride, r, i64(0))
+            builder.store(_total(builder, vector), pointer(builder, target, FLOAT), align=4)
+
+    return emit
+
+
+def _four_bit_body(rows: int, kind: int) -> Callable[[Any, list[Any]], None]:
+    """Two blocks at a time, one in each half of a vector. Seen as words of 16 bits, a block's bytes hold
+    numbers 2k, 2k + 16, 2k + 1 and 2k + 17 in the four bits from bit 0, 4, 8 and 12 on: masks and shifts take
+    them apart without widening, and x lies in that order (see `quantize_row`)."""
+    unroll = 2 if rows == 1 else 1
+    four, head = ir.VectorType(FLOAT, 4), ir.VectorType(ir.HalfType(), 4)
+
+    def emit(builder: Any, args: list[Any]) -> None:
+        x, x_stride, scales, scales_stride, w, blocks, out, out_stride = args
+        zeros = ir.Constant(_FLOATS, [0.0] * 8)
+        sums = [[cgutils.alloca_once_value(builder, zeros) for _ in range(rows)] for _ in range(unroll)]
+        minima = [
+            [cgutils.alloca_once_value(builder, ir.Constant(four, [0.0] * 4)) for _ in range(rows)]
+            for _ in range(unroll)
+        ]
+
+        def add_pair(number: Any, second: Any, turn: int) -> None:
+            """Blocks `2 * number` and, where x has more than zeros for it, the next, at `second`."""
+            first = builder.add(w, builder.mul(number, i64(2 * BLOCK_BYTES[kind])))
+            heads, halves = [], []
+            for address in (first, second):
+                heads.append(builder.load(pointer(builder, address, I32), align=2))
+                data = builder.add(address, i64(4 if kind == Q4_1 else 2))
+                halves.append(builder.load(pointer(builder, data, ir.VectorType(I16, 8)), align=1))
+            packed = builder.shuffle_vector(
+                halves[0], halves[1], ir.Constant(ir.VectorType(I32, _HALF), list(range(_HALF)))
+            )
+            mask = _filled(_SHORTS, 15)
+            weights = [
+                builder.and_(packed, mask),
+                builder.and_(builder.lshr(packed, _filled(_SHORTS, 4)), mask),
+                builder.and_(builder.lshr(packed, _filled(_SHORTS, 8)), mask),
+                builder.lshr(packed, _filled(_SHORTS, 12)),
+            ]
+            words = ir.Constant(ir.VectorType(I32, 2), ir.Undefined)
+            for lane, value in enumerate(heads):
+                words = builder.insert_element(words, value, ir.Constant(I32, lane))
+            # (scale, minimum) of one block, then of the other; Q4_0 has no minimum, it is -8 scales.
+            numbers = builder.fpext(builder.bitcast(words, head), four)
+            if kind == Q4_0:
+                undefined = ir.Constant(four, ir.Undefined)
+                doubled = ir.Constant(ir.VectorType(I32, 4), [0, 0, 2, 2])
+                numbers = builder.fmul(
+                    builder.shuffle_vector(numbers, undefined, doubled), ir.Constant(four, [1.0, -8.0] * 2)
+                )
+            for r in range(rows):
+                place = _row(builder, x, x_stride, r, builder.mul(number, i64(4 * BLOCK)))
                 pairs = None
                 for part, weight in enumerate(weights):
                     values = builder.load(
@@ -120,19 +206,41 @@ def _dot_body(rows: int, kind: int) -> Callable[[Any, list[Any]], None]:
                     )
                     products = _pair_sums(builder, values, weight)
                     pairs = products if pairs is None else builder.add(pairs, products)
-                about = builder.add(
-                    builder.add(scales, builder.mul(scales_stride, i64(r))), builder.mul(loop.index, i64(8))
-                )
-                x_scale = builder.load(pointer(builder, about, FLOAT), align=4)
-                factor = _spread(builder, builder.fmul(scale, x_scale))
+                about = _row(builder, scales, scales_stride, r, builder.mul(number, i64(16)))
+                scaled = builder.fmul(numbers, builder.load(pointer(builder, about, four), align=4))
+                minimum, into = minima[turn][r], sums[turn][r]
+                builder.store(builder.fadd(scaled, builder.load(minimum)), minimum)
+                halves_of = ir.Constant(_INTS, [0] * 4 + [2] * 4)
+                factor = builder.shuffle_vector(scaled, ir.Constant(four, ir.Undefined), halves_of)
                 counted = builder.sitofp(pairs, _FLOATS)
-                builder.store(_fma(builder, counted, factor, builder.load(sums[r])), sums[r])
-                if minimum is not None:
-                    x_sum = builder.load(pointer(builder, builder.add(about, i64(4)), FLOAT), align=4)
-                    builder.store(_fma(builder, minimum, x_sum, builder.load(minima[r])), minima[r])
+                builder.store(_fma(builder, counted, factor, builder.load(into)), into)
+
+        whole = builder.udiv(blocks, i64(2))
+        turns = builder.udiv(whole, i64(unroll))
+
+        def following(number: Any) -> Any:
+            after = builder.add(builder.mul(number, i64(2)), i64(1))
+            return builder.add(w, builder.mul(after, i64(BLOCK_BYTES[kind])))
+
+        with cgutils.for_range(builder, turns) as loop:
+            for turn in range(unroll):
+                number = builder.add(builder.mul(loop.index, i64(unroll)), i64(turn))
+                add_pair(number, following(number), turn)
+        done = builder.mul(turns, i64(unroll))
+        with cgutils.for_range(builder, builder.sub(whole, done)) as loop:
+            number = builder.add(done, loop.index)
+            add_pair(number, following(number), 0)
+        with builder.if_then(builder.trunc(builder.and_(blocks, i64(1)), ir.IntType(1))):
+            add_pair(whole, builder.add(w, builder.mul(whole, i64(2 * BLOCK_BYTES[kind]))), 0)
         for r in range(rows):
-            result = builder.fadd(_total(builder, builder.load(sums[r])), builder.load(minima[r]))
-            target = builder.add(out, builder.mul(out_stride, i64(r)))
+            vector, low = builder.load(sums[0][r]), builder.load(minima[0][r])
+            for turn in range(1, unroll):
+                vector = builder.fadd(vector, builder.load(sums[turn][r]))
+                low = builder.fadd(low, builder.load(minima[turn][r]))
+            target = _row(builder, out, out_stride, r, i64(0))
+            result = _total(builder, vector)
+            for lane in (1, 3):
+                result = builder.fadd(result, builder.extract_element(low, ir.Constant(I32, lane)))
             builder.store(result, pointer(builder, target, FLOAT), align=4)
 
     return emit
@@ -192,7 +300,7 @@ def quantized_dot(
 ) -> Any:
     """out[r] = x[r] . w for 1 to MAX_QUANTIZED_ROWS rows of x and one row of `blocks` blocks of w.
 
-    x: int16 rows; scales: fp32 rows of (scale, sum of the numbers) of each block, made by `quantize_row`.
+    x: int16 rows; scales: fp32 rows of (scale, sum of the numbers) of each block; both by `quantize_row`.
     """
     return types.void(*[types.int64] * 10), _dot_codegen
 
@@ -205,7 +313,6 @@ def dequantize_blocks(typingctx: Any, kind: Any, w: Any, blocks: Any, out: Any) 
 
 compile_functions(
     "quantized_tiles",
-    [__file__, simd.__file__],
-    {name: (8, _dot_body(r, k)) for (k, r), name in _DOTS.items()}
+    {name: (8, _eight_bit_body(r) if k == Q8_0 else _four_bit_body(r, k)) for (k, r), name in _DOTS.items()}
     | {name: (3, _dequantize_body(k)) for (k,), name in _COPIES.items()},
 )

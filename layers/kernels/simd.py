@@ -16,6 +16,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+import spmd.layers.kernels.cache  # noqa: F401 (before any kernel is defined)
+
 FLOAT = ir.FloatType()
 I1, I8, I16, I32, I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 

@@ -14,7 +14,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from spmd.layers.kernels import simd
 from spmd.layers.kernels.native import compile_functions
 from spmd.layers.kernels.simd import (
     FLOAT,
@@ -217,7 +216,6 @@ def weighted_tile(
 
 compile_functions(
     "tiles",
-    [__file__, simd.__file__],
     {name: (8, _dot_body(r, c, k)) for (k, r, c), name in _DOTS.items()}
     | {name: (8, _weighted_body(r, v, k)) for (k, r, v), name in _SUMS.items()},
 )
