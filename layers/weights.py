@@ -52,6 +52,11 @@ class Placement:
     quantize: str | None = None  # kind of blocks to round every other matrix to (see quantized.py)
 
     @property
+    def threads(self) -> int:
+        """Threads that compute on this rank's CPU cores."""
+        return self.team.size if self.team is not None else torch.get_num_threads()
+
+    @property
     def activation_dtype(self) -> torch.dtype:
         """Of hidden states. On CPUs fp32 whatever the weights are stored in: it costs nothing where memory
         is the limit, and texts do not part between grids for want of precision."""

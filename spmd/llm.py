@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
@@ -108,16 +107,26 @@ class LLM:
         self.engine = loaded.engine
         self.frontend = loaded.frontend
         self.last_run = RunStats(0, 0, 0.0, 0)
-        device = str(self.engine.pipeline.stages[0].placement.device)
-        self.places = find_places(self.grid.world, self.grid.node, device, torch.get_num_threads())
+        placement = self.engine.pipeline.stages[0].placement
+        device, threads = str(placement.device), placement.threads
+        self.places = find_places(self.grid.world, self.grid.node, device, threads)
         _LOG.info(
             "loaded %s in %.1f s; computing on %s with %d threads, at most %d tokens a sequence",
             self.path,
             time.perf_counter() - started,
             device,
-            torch.get_num_threads(),
+            threads,
             self.max_model_len,
         )
+
+    def close(self) -> None:
+        """Give back the communicators, cache and threads. Collective; the object is unusable afterwards.
+
+        A program that ends needs no close. One that makes several models does, as memory is planned for one.
+        """
+        self.engine.drain()
+        self.grid.free()
+        del self.engine
 
     @property
     def is_root(self) -> bool:

@@ -127,7 +127,7 @@ def test_one_rank_is_told_and_all_stop(model: Path, usr1_handler: None) -> None:
             for found in finished:
                 assert len(found) < len(PROMPTS)
                 assert all(whole[i] == ids for i, ids in found.items())
-        llm.grid.free()
+        llm.close()
 
 
 def stopped_run(llm: LLM, grace_s: float, told: int, params: SamplingParams) -> dict[int, list[int]]:

@@ -64,7 +64,7 @@ def one_rank_texts() -> list[str]:
         llm = LLM(threads=1, comm=MPI.COMM_SELF)
         conversations = [[{"role": "user", "content": text}] for text in PROMPTS]
         outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=32))
-        llm.grid.free()
+        llm.close()
         return [str(output.outputs[0].text) for output in outputs]
 
     return on_rank_zero(answer)

@@ -57,7 +57,7 @@ def make_batch(root: Path) -> Batch:
     seeded = SamplingParams(**SEEDED)
     sampled = str(llm.generate("w6 w7", seeded)[0].outputs[0].text)
     sampled_chat = str(llm.chat(USER, seeded)[0].outputs[0].text)
-    llm.grid.free()
+    llm.close()
     good = {
         "chat": (line("chat", CHAT, messages=USER, **GREEDY), [answer(templated)]),
         "completion": (line("completion", COMPLETIONS, prompt="w6 w7 w8", **GREEDY), [answer("w6 w7 w8")]),

@@ -175,8 +175,32 @@ def test_abort_frees_the_blocks_within_a_step(llm: LLM) -> None:
     check_idle(llm)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_arrivals_over_time_change_nothing(llm: LLM, reference: Reference, every: int) -> None:
+    """A request more after every so many steps, while the ones before it are at work."""
+    engine = llm.engine
+
+    def requests() -> list[object]:
+        assert llm.frontend is not None
+        made = enumerate(reference.ids)
+        return [llm.frontend.from_ids(str(number), ids, GREEDY) for number, ids in made]
+
+    made = llm._from_root(requests)
+    outputs, steps = [], 0
+    while made or engine.has_work:
+        if made and steps % every == 0:
+            engine.add(made.pop())
+        outputs += engine.step()
+        steps += 1
+    engine.drain()
+    outputs.sort(key=lambda output: int(output.request_id))
+    for output, greedy in zip(outputs, reference.greedy, strict=True):
+        assert_greedy(output.outputs[0].token_ids, greedy)
+    check_idle(llm)
+
+
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("budget", [1, 64])
+@pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
 def test_chunk_sizes_and_scores(reference: Reference, axis: str, budget: int) -> None:
     # One token a step is slow, and as true for the short prompts.
     prompts = [ids for ids in reference.ids if budget > 1 or len(ids) < 20]

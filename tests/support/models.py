@@ -232,4 +232,4 @@ def running(path: Path, **options: Any) -> Iterator[LLM]:
     llm = LLM(str(path), **{"dtype": "float32", "threads": 1, **options})
     yield llm
     # Not after a failure: the other ranks may be elsewhere, and the run is about to be aborted.
-    llm.grid.free()
+    llm.close()
