@@ -19,10 +19,15 @@ _LAUNCHER = ("PMI_", "PMIX_", "HYDRA_", "OMPI_", "MPI_LOCAL")
 
 def run_ranks(ranks: int, script: str, arguments: Sequence[str], timeout_s: float = 1800) -> dict[str, Any]:
     """`mpirun -n ranks python bench/script arguments`; one rank runs without mpirun."""
+    return run_json([*launcher(ranks), sys.executable, str(BENCH / script), *arguments], timeout_s)
+
+
+def launcher(ranks: int) -> list[str]:
+    """What starts so many ranks; nothing for one."""
+    if ranks == 1:
+        return []
     beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
-    command = [] if ranks == 1 else [launcher, "-n", str(ranks)]
-    return run_json([*command, sys.executable, str(BENCH / script), *arguments], timeout_s)
+    return [str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun", "-n", str(ranks)]
 
 
 def run_json(

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-from runner import BENCH, print_table, run_json, run_ranks
+from models import export_default_model
+from peer_runs import add_peer_options, run_peers
+from runner import print_table, run_ranks
 
 
 def main() -> None:
@@ -24,8 +25,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--grids", nargs="+", default=["tp2", "dp2", "pp2"])
-    parser.add_argument("--transformers", action="store_true", help="also run transformers' batched generate")
-    parser.add_argument("--vllm-python", metavar="PYTHON")
+    add_peer_options(parser)
     parser.add_argument("--no-prefix", action="store_true", help="leave out the part with a shared prefix")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -34,21 +34,8 @@ def main() -> None:
     for grid in args.grids:
         results[f"spmd {grid}"] = run_ranks(2, "workload.py", [*work, f"--{grid[:2]}", grid[2:]])
     with tempfile.TemporaryDirectory() as folder:
-        peers = []
-        if args.transformers:
-            peers.append(("transformers", sys.executable, "transformers_peer.py", {}))
-        if args.vllm_python:
-            environment = {
-                "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-                "VLLM_CPU_KVCACHE_SPACE": "2",
-                "HF_HUB_OFFLINE": "1",
-            }
-            peers.append(("vLLM", args.vllm_python, "vllm_peer.py", environment))
-        if peers:
-            export_default_model(Path(folder))
-        for name, python, script, environment in peers:
-            command = [python, str(BENCH / "peers" / script), "--model", folder, *work]
-            results[name] = run_json(command, 3600, environment)
+        if args.transformers or args.vllm_python:
+            results |= run_peers(args, export_default_model(Path(folder)), work)
     best = max(r["tokens_per_second"] for name, r in results.items() if name.startswith("spmd"))
     rows = [
         [name, r["seconds"], r["tokens_per_second"], best / r["tokens_per_second"]]
@@ -78,24 +65,6 @@ def main() -> None:
         )
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=2))
-
-
-def export_default_model(folder: Path) -> None:
-    """Write the default model as a Hugging Face folder in bf16, which every peer reads."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from spmd.checkpoint.open import open_checkpoint
-    from spmd.checkpoint.resolve import resolve_model
-
-    checkpoint = open_checkpoint(resolve_model(None))
-    model = LlamaForCausalLM(LlamaConfig(**checkpoint.config)).to(torch.bfloat16)
-    weights = {name: checkpoint.source.read(name, dtype=torch.bfloat16) for name in checkpoint.source.names()}
-    missing = set(model.load_state_dict(weights, strict=False).missing_keys) - {"lm_head.weight"}
-    if missing:
-        raise RuntimeError(f"the default model lacks {sorted(missing)}")
-    model.tie_weights()
-    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":

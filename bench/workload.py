@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="measure where the time goes")
     parser.add_argument("--first-token", action="store_true", help="also time one token of every request")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--quantize")
     args = parser.parse_args()
     llm = LLM(
         args.model,
@@ -41,6 +42,7 @@ def main() -> None:
         max_running=args.max_running,
         report=args.report,
         threads=args.threads,
+        quantize=args.quantize,
     )
     prompts = make_prompts(args.requests, args.shortest, args.longest, args.prefix)
     params = SamplingParams(temperature=0.0, max_tokens=args.output, ignore_eos=True)
@@ -58,6 +60,7 @@ def main() -> None:
             "generated_tokens": run.generated_tokens,
             "seconds": run.seconds,
             "tokens_per_second": run.tokens_per_second,
+            "step_bytes": step_bytes(llm),
             "cached_tokens": sum(output.cached_tokens for output in outputs),
         }
     if args.report:
@@ -65,6 +68,12 @@ def main() -> None:
         result["steps"] = llm.engine.steps
     if llm.is_root:
         print(json.dumps(result))
+
+
+def step_bytes(llm: LLM) -> int:
+    """Bytes of weights that all ranks of a replica read in one step."""
+    mine = sum(stage.weight_bytes() for stage in llm.engine.pipeline.stages)
+    return sum(llm.grid.replica.all_gather_objects(mine))
 
 
 if __name__ == "__main__":
