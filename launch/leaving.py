@@ -89,6 +89,10 @@ def _end_together(pid: int) -> None:
 
     with suppress(KeyboardInterrupt):
         _star(world, _END_TAG, meanwhile)
+        # What was told has to be received before MPI_Finalize: with messages left over, MPICH's ranks may
+        # leave it at different times, and its launcher kills those that are still inside.
+        _wait(dict(enumerate(told)), lambda missing: None)
+        _star(world, _END_TAG, lambda missing: None)
     ranks_that_left()
 
 

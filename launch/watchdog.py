@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -74,10 +75,19 @@ class Watchdog:
         self._left_elsewhere: set[int] = set()
         self._questions: list[MPI.Request] = []  # to ranks of other nodes
         self._stack_shown = False
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="spmd watchdog", daemon=True)
 
     def start(self) -> None:
         self._ledger.explain = self._explain
-        threading.Thread(target=self._watch, name="spmd watchdog", daemon=True).start()
+        self._thread.start()
+        # Later than the hook that waits for the other ranks, so this runs before it: nothing may be inside
+        # MPI while the main thread finalizes it.
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        self._leaving.set()
+        self._thread.join(_PATIENCE_S)
 
     def report(self) -> str:
         """Where each rank of the node is."""
@@ -91,8 +101,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(_TICK_S, max(0.05, self._timeout_s / 4))
-        while not self._ledger.closed:
-            time.sleep(tick)
+        while not self._ledger.closed and not self._leaving.wait(tick):
             if not self._ledger.closed:
                 self._look()
 
