@@ -18,6 +18,7 @@ from mpi4py import MPI
 from spmd.comm.errors import UserError
 from spmd.launch.launcher import find_launch
 from spmd.launch.shared_files import unlink_shared_files
+from spmd.launch.watchdog import stop_watching
 
 EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
@@ -80,6 +81,7 @@ def _leave(code: int) -> int:
     if code == 0 or world.size == 1:
         return code
     rank = world.rank
+    stop_watching()
     MPI.Finalize()
     if rank != 0:
         return 0

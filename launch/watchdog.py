@@ -50,6 +50,20 @@ def job_name(environment: Mapping[str, str]) -> str:
     return str(os.getppid())
 
 
+class _WatchThread(threading.Thread):
+    def __init__(self, watch: Callable[[], None]) -> None:
+        super().__init__(target=watch, name="spmd watchdog", daemon=True)
+        self.leaving = threading.Event()
+
+
+def stop_watching() -> None:
+    """End this rank's watchdogs, before `MPI_Finalize`: they may not be inside MPI during it, nor after."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _WatchThread):
+            thread.leaving.set()
+            thread.join(_PATIENCE_S)
+
+
 class Watchdog:
     """Looks once a second where its rank is. It costs nothing while the rank gets on.
 
@@ -75,19 +89,13 @@ class Watchdog:
         self._left_elsewhere: set[int] = set()
         self._questions: list[MPI.Request] = []  # to ranks of other nodes
         self._stack_shown = False
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="spmd watchdog", daemon=True)
+        self._thread = _WatchThread(self._watch)
 
     def start(self) -> None:
         self._ledger.explain = self._explain
         self._thread.start()
-        # Later than the hook that waits for the other ranks, so this runs before it: nothing may be inside
-        # MPI while the main thread finalizes it.
-        atexit.register(self._leave)
-
-    def _leave(self) -> None:
-        self._leaving.set()
-        self._thread.join(_PATIENCE_S)
+        # Later than the hook that waits for the other ranks, so it runs before that.
+        atexit.register(stop_watching)
 
     def report(self) -> str:
         """Where each rank of the node is."""
@@ -101,7 +109,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(_TICK_S, max(0.05, self._timeout_s / 4))
-        while not self._ledger.closed and not self._leaving.wait(tick):
+        while not self._ledger.closed and not self._thread.leaving.wait(tick):
             if not self._ledger.closed:
                 self._look()
 
