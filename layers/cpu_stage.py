@@ -50,7 +50,6 @@ class CpuStage:
         self._kv_heads = max((layer.num_kv_heads for layer in layers), default=0)
         self._group = max((max(_groups(layer)[:, 1], default=0) for layer in layers), default=0)
         self._dim = max((layer.head_dim for layer in layers), default=0)
-        self._half = max((layer.rotary_dim // 2 for layer in layers), default=0)
         self._inner = max((layer.down.shape[1] for layer in layers), default=0)
         widest = max(hidden_size, self._heads * self._dim, self._inner)
         self._matmul_scratch = matmul_scratch_bytes(widest)

@@ -62,6 +62,6 @@ def test_who_says_what_where(tmp_path: Path) -> None:
         levels = [line.split(": ")[2] for line in path.read_text().splitlines()]
         assert levels == ["INFO", "WARNING"], path.read_text()
         assert path.read_text().count(f" rank {rank}: ") == 2
-    said = done.stdout.splitlines()
-    assert sum("--log-level: 'loud' is unknown, expected one of debug, info" in line for line in said) == 3
-    assert sum("--log-dir: /dev/null/logs: Not a directory" in line for line in said) == 3
+    # Not counted by lines: launchers may join what ranks print at the same moment.
+    assert done.stdout.count("--log-level: 'loud' is unknown, expected one of debug, info") == 3
+    assert done.stdout.count("--log-dir: /dev/null/logs: Not a directory") == 3
