@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +17,12 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from numba import carray, njit
-from runner import print_table
+from runner import pin_rank, print_table
 
 from spmd.comm.group import make_group
+from spmd.comm.window import WORD_BITS
 from spmd.layers.kernels.cpu_rows import ints
-from spmd.layers.kernels.cpu_sync import WORD_BITS, cycles, store_release, wait_for_word
+from spmd.layers.kernels.cpu_sync import cycles, store_release, wait_for_word
 from spmd.layers.kernels.simd import f32_pointer
 
 SIZES = [512, 1024, 2048, 8192, 32768, 131072]
@@ -64,9 +64,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     world = MPI.COMM_WORLD
-    cores = sorted(os.sched_getaffinity(0))
-    if world.size <= len(cores):
-        os.sched_setaffinity(0, {cores[world.rank]})
+    pin_rank(world.rank, world.size)
     torch.set_num_threads(1)
     group = make_group(world, "shm")
     cycles_now()  # compile

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 
 import numpy as np
 from mpi4py import MPI
+from runner import pin_rank
 
 _BYTES = 256 << 20
 _ROUNDS = 12
@@ -24,9 +24,7 @@ def main() -> None:
     parser.add_argument("--as-json", action="store_true")
     args = parser.parse_args()
     world = MPI.COMM_WORLD
-    cores = sorted(os.sched_getaffinity(0))
-    if world.size <= len(cores):
-        os.sched_setaffinity(0, {cores[world.rank]})
+    pin_rank(world.rank, world.size)
     data = np.ones(_BYTES // 8, dtype=np.int64)
     seconds = []
     for _ in range(_ROUNDS):

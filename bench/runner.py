@@ -30,6 +30,13 @@ def launcher(ranks: int) -> list[str]:
     return [str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun", "-n", str(ranks)]
 
 
+def pin_rank(rank: int, ranks: int) -> None:
+    """Give each rank a core of its own, where there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
 def run_json(
     command: Sequence[str], timeout_s: float = 1800, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:

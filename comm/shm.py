@@ -18,11 +18,10 @@ from spmd.comm.partition import Partition
 from spmd.comm.reduce import sum_into
 from spmd.comm.rounds import rounds
 from spmd.comm.waiting import meet, wait_until
-from spmd.comm.window import ReductionWindow
+from spmd.comm.window import WORD_BITS, ReductionWindow
 
 PAGE_BYTES = 4096
 CACHED_VIEWS = 128
-CHECK_BITS = 24  # low bits of a published word: operation and checksum; the sequence number lies above
 
 
 class Operation(IntEnum):
@@ -89,7 +88,7 @@ class ShmGroup(Group):
 
         def wait(sequence: int) -> None:
             self._sequence = sequence
-            word = sequence << CHECK_BITS | check
+            word = sequence << WORD_BITS | check
             shown = Recorded.kernel_reduce
             self._run(self._number, shown, part_bytes, -1, False, self._wait_for_all, word)
 
@@ -188,7 +187,7 @@ class ShmGroup(Group):
         window = self._window
         assert window is not None
         self._sequence += 1
-        word = self._sequence << CHECK_BITS | _check(operation, size, root)
+        word = self._sequence << WORD_BITS | _check(operation, size, root)
         words = self._words
         mine = words[self.rank]
         mine[1] = size
@@ -202,7 +201,7 @@ class ShmGroup(Group):
         window.Sync()  # no data is read before the words were
 
     def _wait_for_all(self, word: int) -> None:
-        window, words, sequence = self._window, self._words, word >> CHECK_BITS
+        window, words, sequence = self._window, self._words, word >> WORD_BITS
         assert window is not None
         missing = [rank for rank in range(self.size) if words[rank][0] != word]
 
@@ -210,16 +209,16 @@ class ShmGroup(Group):
             while missing:
                 found = words[missing[-1]][0]
                 if found != word:
-                    if found >> CHECK_BITS < sequence:
+                    if found >> WORD_BITS < sequence:
                         return False
                     # A rank that is a step ahead has seen this step published as it expected.
-                    if found >> CHECK_BITS == sequence:
+                    if found >> WORD_BITS == sequence:
                         raise CollectiveMismatch(self._mismatch(missing[-1], sequence))
                 missing.pop()
             return True
 
         def late() -> str:
-            absent = [rank for rank in missing if words[rank][0] >> CHECK_BITS < sequence]
+            absent = [rank for rank in missing if words[rank][0] >> WORD_BITS < sequence]
             names = ", ".join(str(self.ranks[rank]) for rank in absent)
             return f"{self._doing(self.rank)} in {self}, step {sequence}: rank {names} has not arrived"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+WORD_BITS = 24  # of a published word, below its sequence number: operation and checksum
+
 
 @dataclass
 class ReductionWindow:
@@ -12,8 +14,8 @@ class ReductionWindow:
 
     For every sum the kernel writes its part to `slots[(sequence + 1) & 1][rank]`, adds 1 to `sequence`,
     writes the bytes of a part and 0 to the second and third int64 at `words[rank]`, publishes
-    `sequence << 24 | check` in the first, and adds the parts, in rank order, once every rank has published
-    that word or a later one.
+    `sequence << WORD_BITS | check` in the first, and adds the parts, in rank order, once every rank has
+    published that word or a later one.
 
     words: address of a table of `size` addresses; slots: of a table of 2 x `size`. check: what is summed.
     """

@@ -56,7 +56,6 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
     """Open, check and load the model. Collective over the grid; every mistake of the user's is a
     `UserError` on every rank."""
     threads = bind_cores(grid.node, options.threads)
-    torch.set_num_threads(threads)
     set_fine_sleeps()
     with agreed(grid.world):
         device = torch.device(take_device(grid.node, options.device, options.share_devices))
@@ -83,10 +82,8 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         dtype = _dtype(options.dtype, config.dtype)
     compiled = device.type == "cpu" and options.kernels == "auto"
     team = make_team(grid.node, threads) if compiled else None
-    if team is not None:
-        torch.set_num_threads(
-            1
-        )  # what is left to torch is small, and its idle threads spin on the team's cores
+    # What a team leaves to torch is small, and torch's idle threads would spin on the team's cores.
+    torch.set_num_threads(threads if team is None else 1)
     kind = QUANTIZE[options.quantize] if options.quantize is not None else None
     placement = Placement(dtype, device, tp, team, keep_blocks and team is not None, kind)
     with agreed(grid.world):

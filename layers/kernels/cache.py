@@ -1,7 +1,7 @@
 """Where compiled kernels are kept between starts. Imported before any kernel is defined.
 
-Numba's cache looks at the file a kernel is in, but not at those of the kernels it calls; so every state of
-this folder's sources gets a cache of its own.
+Numba's cache looks at the file a kernel is in, but not at those of what it calls or reads; so every state of
+all these sources gets a cache of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ import numba
 def _digest() -> str:
     parts = [sys.version, numba.__version__, llvm.get_host_cpu_name(), platform.machine()]
     parts.append(llvm.get_host_cpu_features().flatten())
-    parts += [source.read_text() for source in sorted(Path(__file__).parent.glob("*.py"))]
+    here = Path(__file__).parent
+    sources = [
+        *sorted(here.glob("*.py")),
+        here.parent / "quantized.py",
+        here.parent.parent / "comm" / "window.py",
+    ]
+    parts += [source.read_text() for source in sources]
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part.encode())

@@ -6,15 +6,17 @@ import numpy as np
 from numba import carray, njit
 
 from spmd.layers.kernels.quantized_tiles import (
-    BLOCK,
+    BLOCK_BYTES,
     MAX_QUANTIZED_ROWS,
     Q4_0,
+    Q4_1,
     Q8_0,
     dequantize_blocks,
     quantized_dot,
 )
 from spmd.layers.kernels.simd import FLOAT16, FLOAT32, f32_pointer, i16_pointer, load_i64
 from spmd.layers.kernels.tiles import COLUMNS, MAX_ROWS, dot_tile
+from spmd.layers.quantized import BLOCK
 
 STREAMED_ROWS = 2  # up to here weights are read as one stream, which hardware prefetchers follow best
 STREAMED_INNER = 4096  # x of one row must stay in the first-level cache beside the stream
@@ -23,6 +25,7 @@ BLOCK_COLUMNS = 16  # rows of the weights brought into cache together
 BLOCK_INNER = 2048
 COPIED = 4608  # numbers of quantized weights that are copied as fp32 at a time
 _LINE = 64
+_Q8_0_BYTES, _Q4_0_BYTES, _Q4_1_BYTES = (BLOCK_BYTES[kind] for kind in (Q8_0, Q4_0, Q4_1))
 
 
 @njit(nogil=True, cache=True)
@@ -66,7 +69,7 @@ def matmul_columns(
         for c in range(first, last):
             dot_tile(kind, rows, 1, x, x_stride, w + c * w_stride, w_stride, k, out + 4 * c, out_stride, 0)
         return 0
-    block_bytes = 34 if kind == Q8_0 else 18 if kind == Q4_0 else 20
+    block_bytes = _Q8_0_BYTES if kind == Q8_0 else _Q4_0_BYTES if kind == Q4_0 else _Q4_1_BYTES
     touched = 0
     blocks = (rows + MAX_ROWS - 1) // MAX_ROWS
     for k0 in range(0, k, BLOCK_INNER):

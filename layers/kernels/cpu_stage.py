@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from numba import carray, njit
 
+from spmd.comm.window import WORD_BITS
 from spmd.layers.kernels.cpu_attention import attend
 from spmd.layers.kernels.cpu_matmul import matmul_columns
 from spmd.layers.kernels.cpu_rows import activate, add_row, ints, rms_norm, rotate, store_row
-from spmd.layers.kernels.cpu_sync import WORD_BITS, cycles, meet_threads, store_release, wait_for_word
+from spmd.layers.kernels.cpu_sync import cycles, meet_threads, store_release, wait_for_word
 from spmd.layers.kernels.simd import FLOAT32, f32_pointer, f64_pointer
 
 # Fields of a layer (int64).
@@ -41,7 +42,7 @@ DONE, WAITING = 0, 1  # STATUS
 
 
 @njit(nogil=True, cache=True)
-def _share(count: int, thread: int, threads: int, unit: int):  # type: ignore[no-untyped-def]
+def share(count: int, thread: int, threads: int, unit: int):  # type: ignore[no-untyped-def]
     """This thread's part of `count` things that are handed out by `unit`."""
     units = (count + unit - 1) // unit
     return min(count, units * thread // threads * unit), min(count, units * (thread + 1) // threads * unit)
@@ -55,11 +56,11 @@ def _attention_segment(run, layer, eps, scale, out, thread, threads) -> None:  #
     scratch = run[SCRATCH] + thread * run[SCRATCH_BYTES]
     row_bytes, width = 4 * hidden, (heads + 2 * kv_heads) * dim
     qkv_bytes = 4 * width
-    low, high = _share(rows, thread, threads, 1)
+    low, high = share(rows, thread, threads, 1)
     for r in range(low, high):
         rms_norm(run[X] + r * row_bytes, layer[INPUT_NORM], hidden, eps, run[NORMED] + r * row_bytes)
     meet_threads(barrier, threads)
-    first, last = _share(width, thread, threads, 16)
+    first, last = share(width, thread, threads, 16)
     matmul_columns(
         layer[QKV_KIND],
         run[NORMED],
@@ -115,7 +116,7 @@ def _attention_segment(run, layer, eps, scale, out, thread, threads) -> None:  #
         threads,
     )
     meet_threads(barrier, threads)
-    first, last = _share(hidden, thread, threads, 16)
+    first, last = share(hidden, thread, threads, 16)
     matmul_columns(
         layer[OUT_KIND],
         run[ATTENDED],
@@ -138,11 +139,11 @@ def _mlp_segment(run, layer, eps, out, thread, threads) -> None:  # type: ignore
     barrier = run[BARRIER]
     scratch = run[SCRATCH] + thread * run[SCRATCH_BYTES]
     row_bytes, gated_bytes = 4 * hidden, 8 * inner
-    low, high = _share(rows, thread, threads, 1)
+    low, high = share(rows, thread, threads, 1)
     for r in range(low, high):
         rms_norm(run[X] + r * row_bytes, layer[POST_NORM], hidden, eps, run[NORMED] + r * row_bytes)
     meet_threads(barrier, threads)
-    first, last = _share(2 * inner, thread, threads, 16)
+    first, last = share(2 * inner, thread, threads, 16)
     matmul_columns(
         layer[GATE_UP_KIND],
         run[NORMED],
@@ -164,7 +165,7 @@ def _mlp_segment(run, layer, eps, out, thread, threads) -> None:  # type: ignore
             add_row(gate, layer[GATE_UP_BIAS], 2 * inner)
         activate(gate, gate + 4 * inner, inner, layer[ACTIVATION], gate)
     meet_threads(barrier, threads)
-    first, last = _share(hidden, thread, threads, 16)
+    first, last = share(hidden, thread, threads, 16)
     matmul_columns(
         layer[DOWN_KIND],
         run[GATED],
@@ -187,7 +188,7 @@ def _add_parts(run, hidden, bias, parts, count, thread, threads) -> None:  # typ
 
     Summed before x is added, so that every rank has the same bits as with the group's own all_reduce.
     """
-    low, high = _share(run[ROWS], thread, threads, 1)
+    low, high = share(run[ROWS], thread, threads, 1)
     for r in range(low, high):
         x = carray(f32_pointer(run[X] + 4 * r * hidden), hidden)
         if count == 1:

@@ -10,9 +10,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from spmd.comm.window import WORD_BITS
 from spmd.layers.kernels.simd import I32, I64, pointer
 
-WORD_BITS = 24  # of a published word, below its sequence number
 SPINS = 2000  # looks at a word before the core is given away: some tens of microseconds
 
 

@@ -10,7 +10,7 @@ from numba import carray, njit
 
 from spmd.layers.kernels.cpu_matmul import matmul_columns
 from spmd.layers.kernels.cpu_rows import ints, rms_norm
-from spmd.layers.kernels.cpu_stage import run_segments
+from spmd.layers.kernels.cpu_stage import run_segments, share
 from spmd.layers.kernels.cpu_sync import SPINS, load_acquire, meet_threads, pause, sleep_us, store_release
 from spmd.layers.kernels.simd import f64_pointer
 
@@ -34,9 +34,11 @@ def run_head(job_address: int, thread: int) -> None:
     eps = carray(f64_pointer(job_address), HEAD_FIELDS)[HEAD_EPS]
     rows, hidden, threads, columns = job[HEAD_ROWS], job[HEAD_HIDDEN], job[HEAD_THREADS], job[HEAD_COLUMNS]
     row_bytes = 4 * hidden
-    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+    low, high = share(rows, thread, threads, 1)
+    for r in range(low, high):
         rms_norm(job[HEAD_X] + r * row_bytes, job[HEAD_NORM], hidden, eps, job[HEAD_NORMED] + r * row_bytes)
     meet_threads(job[HEAD_BARRIER], threads)
+    first, last = share(columns, thread, threads, 16)
     matmul_columns(
         job[HEAD_KIND],
         job[HEAD_NORMED],
@@ -44,8 +46,8 @@ def run_head(job_address: int, thread: int) -> None:
         rows,
         job[HEAD_WEIGHT],
         job[HEAD_STRIDE],
-        columns * thread // threads,
-        columns * (thread + 1) // threads,
+        first,
+        last,
         hidden,
         job[HEAD_OUT],
         4 * columns,

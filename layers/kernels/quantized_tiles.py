@@ -17,14 +17,15 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from spmd.layers import quantized
 from spmd.layers.kernels.native import compile_functions
-from spmd.layers.kernels.simd import FLOAT, I8, I16, I32, i64, pointer
+from spmd.layers.kernels.simd import FLOAT, I8, I16, I32, fma, horizontal_sum, i64, pointer, splat
 from spmd.layers.kernels.tiles import call_one_of
+from spmd.layers.quantized import BLOCK
 
-BLOCK = 32  # numbers with one scale
-Q8_0, Q4_0, Q4_1 = 3, 4, 5  # kinds, after those of simd.py
-QUANTIZED_KINDS = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_1": Q4_1}
-BLOCK_BYTES = {Q8_0: 34, Q4_0: 18, Q4_1: 20}
+QUANTIZED_KINDS = {"Q8_0": 3, "Q4_0": 4, "Q4_1": 5}  # numbered after those of simd.py
+Q8_0, Q4_0, Q4_1 = (QUANTIZED_KINDS[name] for name in ("Q8_0", "Q4_0", "Q4_1"))
+BLOCK_BYTES = {number: quantized.BLOCK_BYTES[name] for name, number in QUANTIZED_KINDS.items()}
 MAX_QUANTIZED_ROWS = 4
 
 _HALF = 16  # numbers in each of the two vectors of a block
@@ -79,31 +80,6 @@ def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
     )
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    name = "llvm.fma.v8f32" if isinstance(a.type, ir.VectorType) else "llvm.fma.f32"
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
-    return builder.call(function, [a, b, c])
-
-
-def _spread(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * 8))
-
-
-def _total(builder: Any, vector: Any) -> Any:
-    for width in (8, 4, 2):
-        low, high = (
-            ir.Constant(ir.VectorType(I32, width // 2), list(range(first, first + width // 2)))
-            for first in (0, width // 2)
-        )
-        undefined = ir.Constant(vector.type, ir.Undefined)
-        vector = builder.fadd(
-            builder.shuffle_vector(vector, undefined, low), builder.shuffle_vector(vector, undefined, high)
-        )
-    return builder.extract_element(vector, ir.Constant(I32, 0))
-
-
 def _row(builder: Any, start: Any, stride: Any, row: int, step: Any) -> Any:
     return builder.add(builder.add(start, builder.mul(stride, i64(row))), step)
 
@@ -130,9 +106,9 @@ def _eight_bit_body(rows: int) -> Callable[[Any, list[Any]], None]:
                 )
                 about = _row(builder, scales, scales_stride, r, builder.mul(number, i64(8)))
                 x_scale = builder.load(pointer(builder, about, FLOAT), align=4)
-                factor = _spread(builder, builder.fmul(scale, x_scale))
+                factor = splat(builder, builder.fmul(scale, x_scale), 8)
                 counted = builder.sitofp(pairs, _FLOATS)
-                builder.store(_fma(builder, counted, factor, builder.load(into[r])), into[r])
+                builder.store(fma(builder, counted, factor, builder.load(into[r])), into[r])
 
         turns = builder.udiv(blocks, i64(unroll))
         with cgutils.for_range(builder, turns) as loop:
@@ -147,7 +123,7 @@ def _eight_bit_body(rows: int) -> Callable[[Any, list[Any]], None]:
             for turn in range(1, unroll):
                 vector = builder.fadd(vector, builder.load(sums[turn][r]))
             target = _row(builder, out, out_stride, r, i64(0))
-            builder.store(_total(builder, vector), pointer(builder, target, FLOAT), align=4)
+            builder.store(horizontal_sum(builder, vector), pointer(builder, target, FLOAT), align=4)
 
     return emit
 
@@ -213,7 +189,7 @@ def _four_bit_body(rows: int, kind: int) -> Callable[[Any, list[Any]], None]:
                 halves_of = ir.Constant(_INTS, [0] * 4 + [2] * 4)
                 factor = builder.shuffle_vector(scaled, ir.Constant(four, ir.Undefined), halves_of)
                 counted = builder.sitofp(pairs, _FLOATS)
-                builder.store(_fma(builder, counted, factor, builder.load(into)), into)
+                builder.store(fma(builder, counted, factor, builder.load(into)), into)
 
         whole = builder.udiv(blocks, i64(2))
         turns = builder.udiv(whole, i64(unroll))
@@ -238,7 +214,7 @@ def _four_bit_body(rows: int, kind: int) -> Callable[[Any, list[Any]], None]:
                 vector = builder.fadd(vector, builder.load(sums[turn][r]))
                 low = builder.fadd(low, builder.load(minima[turn][r]))
             target = _row(builder, out, out_stride, r, i64(0))
-            result = _total(builder, vector)
+            result = horizontal_sum(builder, vector)
             for lane in (1, 3):
                 result = builder.fadd(result, builder.extract_element(low, ir.Constant(I32, lane)))
             builder.store(result, pointer(builder, target, FLOAT), align=4)
@@ -253,17 +229,10 @@ def _dequantize_body(kind: int) -> Callable[[Any, list[Any]], None]:
         with cgutils.for_range(builder, blocks) as loop:
             address = builder.add(w, builder.mul(loop.index, i64(BLOCK_BYTES[kind])))
             scale, minimum, weights = _block(builder, address, kind)
-            undefined = ir.Constant(floats, ir.Undefined)
-            everywhere = ir.Constant(ir.VectorType(I32, _HALF), [0] * _HALF)
-
-            def spread(scalar: Any) -> Any:
-                first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-                return builder.shuffle_vector(first, undefined, everywhere)
-
             for part, weight in enumerate(weights):
-                values = builder.fmul(builder.sitofp(weight, floats), spread(scale))
+                values = builder.fmul(builder.sitofp(weight, floats), splat(builder, scale, _HALF))
                 if minimum is not None:
-                    values = builder.fadd(values, spread(minimum))
+                    values = builder.fadd(values, splat(builder, minimum, _HALF))
                 offset = builder.add(builder.mul(loop.index, i64(4 * BLOCK)), i64(4 * _HALF * part))
                 builder.store(values, pointer(builder, builder.add(out, offset), floats), align=4)
 

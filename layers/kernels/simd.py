@@ -70,15 +70,15 @@ def load_wide(builder: Any, address: Any, kind: int, vector: bool = True) -> Any
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
-    name = f"llvm.fma.v{LANES}f32" if isinstance(a.type, ir.VectorType) else "llvm.fma.f32"
+    """a * b + c, rounded once; fp32 numbers or vectors of them."""
+    name = f"llvm.fma.v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "llvm.fma.f32"
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
     return builder.call(function, [a, b, c])
 
 
 def horizontal_sum(builder: Any, vector: Any) -> Any:
     """Sum of the lanes, by halves."""
-    width = LANES
+    width = vector.type.count
     while width > 1:
         half = width // 2
         low = ir.Constant(ir.VectorType(I32, half), list(range(half)))
@@ -91,11 +91,11 @@ def horizontal_sum(builder: Any, vector: Any) -> Any:
     return builder.extract_element(vector, ir.Constant(I32, 0))
 
 
-def splat(builder: Any, scalar: Any) -> Any:
+def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
     """The scalar in every lane."""
-    undefined = ir.Constant(VECTOR, ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
 
 def _define(
