@@ -12,7 +12,7 @@ SPINS = 20  # a few microseconds
 YIELD_S = 100e-6  # not longer: a Linux core shared by two ranks often goes back to the one that yielded
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 1e-3
-MAX_IDLE_SLEEP_S = 10e-3  # once it has waited for ten seconds
+MAX_IDLE_SLEEP_S = 10e-3  # once it has waited for two seconds
 LOOKS = 8  # after a sleep: each look at an MPI request also moves a part of its message
 
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -31,8 +31,8 @@ def wait_until(
     """Return once `predicate()` is true; raise `HangError` when that takes longer than `timeout_s` seconds.
 
     Spins a few microseconds, then gives the core away between looks, then sleeps for a tenth of the time
-    waited so far, between 20 us and 1 ms (10 ms after ten seconds): the added delay stays near 10 % and an
-    idle rank costs next to nothing. `what` names the awaited thing in the error (a callable is asked only
+    waited so far, between 20 us and 1 ms, and after 0.2 s for a 200th of it, up to 10 ms: the added delay
+    stays near 10 % and an idle rank costs next to nothing. `what` names the awaited thing in the error (a callable is asked only
     then). `progress` is called now and then, to let the MPI library move this rank's pending messages.
     """
     if predicate():
@@ -53,7 +53,7 @@ def wait_until(
     while elapsed < timeout_s:
         if progress is not None:
             progress()
-        longest = min(MAX_IDLE_SLEEP_S, max(MAX_SLEEP_S, elapsed / 1000))
+        longest = min(MAX_IDLE_SLEEP_S, max(MAX_SLEEP_S, elapsed / 200))
         time.sleep(min(longest, max(MIN_SLEEP_S, elapsed / 10)))
         for _ in range(LOOKS):
             if predicate():

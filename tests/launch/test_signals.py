@@ -106,7 +106,7 @@ def test_a_rank_that_does_not_stop_is_ended() -> None:
     done = run([sys.executable, "-c", script, "graceful", "0.1", "attended"], 30)
     assert done.code == EXIT_STOPPED
     assert "did not in time" in done.stdout
-    assert 5.0 < done.seconds < 15.0
+    assert 5.0 < done.seconds < 25.0
 
 
 # What the ranks of a job make of them together.
@@ -244,7 +244,7 @@ def test_a_signal_ends_a_command_without_batch(name: str, code: int, model: Path
     started = time.monotonic()
     job.process.send_signal(getattr(signal, name))
     _, stderr = job.process.communicate(timeout=10)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 10.0
     if MPI.get_vendor()[0] == "Open MPI":  # whose mpirun ends at once with 1, and passes nothing on
         assert job.process.returncode == 1, stderr
     else:
