@@ -32,7 +32,7 @@ from spmd.outputs import RequestOutput
 from spmd.report import RankUsage
 from spmd.request import Request
 from spmd.sampling_params import SamplingParams
-from spmd.work_queue import SharedCounter, WorkQueue
+from spmd.work_queue import WorkQueue
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
@@ -206,8 +206,7 @@ class LLM:
             on_output(output)
 
         engine, scheduler = self.engine, self.engine.scheduler
-        counter = SharedCounter(self.grid) if self.grid.dp_size > 1 else None
-        queue = WorkQueue(requests, self.grid, counter)
+        queue = WorkQueue(requests, self.grid)
         capacity = scheduler.max_running * len(scheduler.running)
         collector = OutputCollector(self.grid, count, self.options.timeout_s)
         stop = StopAgreement(self.grid, watch) if watch is not None else None
@@ -220,7 +219,9 @@ class LLM:
             for request in queue.take(0 if scheduler.waiting else capacity - scheduler.num_unfinished):
                 engine.add(request)
             if engine.has_work:
-                collector.put(engine.step())
+                outputs = engine.step()
+                queue.finished([output.request_id for output in outputs])
+                collector.put(outputs)
             elif queue.exhausted:
                 break
             if on_step is not None:
@@ -230,8 +231,7 @@ class LLM:
         collector.close()
         if stop is not None:
             stop.close()
-        if counter is not None:
-            counter.free()
+        queue.free()
         seconds = time.perf_counter() - started
         read = sum(stage.weight_bytes() for stage in engine.pipeline.stages) * (engine.steps - steps)
         self._usage = RankUsage.take(self.grid, engine.clock, busy, read)
