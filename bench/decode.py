@@ -1,9 +1,11 @@
 """How fast is decoding, and what share of the memory's speed does it reach? Peers beside us in the same run.
 
     python bench/decode.py [--model 1b] [--transformers] [--vllm-python VENV/bin/python]
+    python bench/decode.py --dtype auto --batches 1 --llama-python VENV/bin/python
 
 Every request has a prompt of 16 tokens; the rate is that of the whole run. The limit of batch 1 is the
-bandwidth that all cores read at together (bandwidth.py) over the bytes of weights of a step.
+bandwidth that all cores read at together (bandwidth.py) over the bytes of weights of a step. llama.cpp takes
+part at batch 1 with `--dtype auto`, on the same GGUF file.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from models import SHAPES, make_model
 from peer_runs import add_peer_options, run_peers
 from runner import print_table, run_ranks
 
+from spmd.checkpoint.resolve import resolve_model
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -26,6 +30,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="auto: as the default model is stored (4 bits)")
     parser.add_argument("--quantize")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--threads-a-rank", type=int, help="default: its share of the cores")
     parser.add_argument("--json", metavar="FILE")
     add_peer_options(parser)
     args = parser.parse_args()
@@ -41,10 +46,14 @@ def main() -> None:
             grid = ["--tp", str(args.tp), "--dtype", args.dtype]
             if args.quantize:
                 grid += ["--quantize", args.quantize]
+            if args.threads_a_rank:
+                grid += ["--threads", str(args.threads_a_rank)]
             if args.model != "default":
                 grid += ["--model", str(model)]
             found = {f"spmd tp{args.tp}": run_ranks(args.tp, "workload.py", [*work, *grid])}
-            found |= run_peers(args, model, [*work, "--dtype", "bfloat16"])
+            stored = args.model == "default" and args.dtype == "auto" and batch == 1
+            gguf = resolve_model(None) if stored else None
+            found |= run_peers(args, model, [*work, "--dtype", "bfloat16"], gguf)
             results[batch] = found
             ours = found[f"spmd tp{args.tp}"]
             limit = bandwidth * 1e9 / ours["step_bytes"]

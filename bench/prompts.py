@@ -7,7 +7,7 @@ import random
 
 
 def make_prompts(
-    count: int, shortest: int, longest: int, prefix: int, vocab: int = 40_000
+    count: int, shortest: int, longest: int, prefix: int, vocab: int = 32_000
 ) -> list[list[int]]:
     """`count` random prompts of `shortest` to `longest` tokens, evenly spread, behind one shared prefix."""
     random_ids = random.Random(7)
