@@ -32,8 +32,9 @@ def wait_until(
 
     Spins a few microseconds, then gives the core away between looks, then sleeps for a tenth of the time
     waited so far, between 20 us and 1 ms, and after 0.2 s for a 200th of it, up to 10 ms: the added delay
-    stays near 10 % and an idle rank costs next to nothing. `what` names the awaited thing in the error (a callable is asked only
-    then). `progress` is called now and then, to let the MPI library move this rank's pending messages.
+    stays near 10 % and an idle rank costs next to nothing. `what` names the awaited thing in the error (a
+    callable is asked only then). `progress` is called now and then, to let the MPI library move this rank's
+    pending messages.
     """
     if predicate():
         return
