@@ -23,6 +23,7 @@ STREAMED_INNER = 4096  # x of one row must stay in the first-level cache beside 
 INTEGER_ROWS = 16  # up to here quantized weights are multiplied as integers
 BLOCK_COLUMNS = 16  # rows of the weights brought into cache together
 BLOCK_INNER = 2048
+PART_BYTES = 384 << 10  # of x: rows multiplied with all weights before the next ones
 COPIED = 4608  # numbers of quantized weights that are copied as fp32 at a time
 _LINE = 64
 _Q8_0_BYTES, _Q4_0_BYTES, _Q4_1_BYTES = (BLOCK_BYTES[kind] for kind in (Q8_0, Q4_0, Q4_1))
@@ -64,11 +65,40 @@ def matmul_columns(
     if kind > FLOAT16 and rows <= INTEGER_ROWS:
         _multiply_integers(kind, x, x_stride, rows, w, w_stride, first, last, k, out, out_stride, scratch)
         return 0
-    item = 4 if kind == FLOAT32 else 2
     if rows <= STREAMED_ROWS and k <= STREAMED_INNER and kind <= FLOAT16:
         for c in range(first, last):
             dot_tile(kind, rows, 1, x, x_stride, w + c * w_stride, w_stride, k, out + 4 * c, out_stride, 0)
         return 0
+    # Rows of x in parts that stay in the second-level cache while all the weights pass by.
+    width = min(k, BLOCK_INNER)
+    parts = (rows * width * 4 + PART_BYTES - 1) // PART_BYTES
+    touched, r0 = 0, 0
+    for part in range(parts):
+        r1 = rows * (part + 1) // parts
+        x_part, out_part = x + r0 * x_stride, out + r0 * out_stride
+        touched |= _multiply_part(
+            kind, x_part, x_stride, r1 - r0, w, w_stride, first, last, k, out_part, out_stride, scratch
+        )
+        r0 = r1
+    return touched
+
+
+@njit(nogil=True, cache=True)
+def _multiply_part(
+    kind: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    w: int,
+    w_stride: int,
+    first: int,
+    last: int,
+    k: int,
+    out: int,
+    out_stride: int,
+    scratch: int,
+) -> int:
+    item = 4 if kind == FLOAT32 else 2
     block_bytes = _Q8_0_BYTES if kind == Q8_0 else _Q4_0_BYTES if kind == Q4_0 else _Q4_1_BYTES
     touched = 0
     blocks = (rows + MAX_ROWS - 1) // MAX_ROWS
