@@ -11,7 +11,6 @@ from torch import Tensor
 
 from spmd.comm.group import Group
 from spmd.layers.attention import AttentionBatch
-from spmd.layers.cpu_layer import CpuLayer
 from spmd.layers.kernels import cpu_stage as fields
 from spmd.layers.kernels import cpu_team as team_fields
 from spmd.layers.kernels.cpu_attention import SPAN_FIELDS, scratch_bytes
@@ -20,6 +19,7 @@ from spmd.layers.kernels.cpu_rows import GELU, GELU_TANH, RELU, SILU
 from spmd.layers.kernels.cpu_team import ThreadTeam
 from spmd.layers.kernels.quantized_tiles import QUANTIZED_KINDS
 from spmd.layers.kernels.simd import KINDS
+from spmd.layers.layer_shards import LayerShards
 from spmd.layers.quantized import QuantizedTensor, Weight
 
 ACTIVATIONS = {
@@ -36,7 +36,7 @@ class CpuStage:
     """Runs layers on this rank's threads: hidden states fp32 `[tokens, hidden]`, weights and cache in any of
     fp32, bf16 and fp16. Arithmetic is fp32 whatever the weights are stored in."""
 
-    def __init__(self, layers: Sequence[CpuLayer], hidden_size: int, tp: Group, team: ThreadTeam) -> None:
+    def __init__(self, layers: Sequence[LayerShards], hidden_size: int, tp: Group, team: ThreadTeam) -> None:
         self._hidden = hidden_size
         self._tp = tp
         self._team = team
@@ -131,7 +131,7 @@ class CpuStage:
         window.close(int(run[fields.SEQUENCE]), waited + float(share) * inside)
         return x
 
-    def _describe(self, row: np.ndarray, layer: CpuLayer) -> None:
+    def _describe(self, row: np.ndarray, layer: LayerShards) -> None:
         groups = _groups(layer)
         self._kept.append(groups)
         row[fields.HIDDEN] = self._hidden
@@ -222,7 +222,7 @@ def _matrix(weight: Weight) -> tuple[Tensor, int]:
     return (weight if weight.stride(-1) == 1 else weight.contiguous()), KINDS[weight.dtype]
 
 
-def _groups(layer: CpuLayer) -> np.ndarray:
+def _groups(layer: LayerShards) -> np.ndarray:
     """First query head and number of query heads of each KV head: int64 `[kv_heads, 2]`."""
     index = list(layer.kv_index)
     table = [

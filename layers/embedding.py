@@ -32,13 +32,14 @@ class VocabParallelEmbedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
             return self._rows(token_ids)
-        mine = (token_ids >= self.start) & (token_ids < self.stop)
-        out = torch.zeros(
-            token_ids.shape[0], self.weight.shape[1], dtype=self._dtype, device=self.weight.device
-        )
-        out[mine] = self._rows(token_ids[mine] - self.start)
-        # One rank contributes the row, the others zeros: the sum is exact in any dtype.
-        return self.tp.all_reduce(out)
+        # One rank contributes the row, the others zeros: the sum is exact in any dtype. No size here depends
+        # on what the ids are, so that the step can be recorded in a CUDA graph.
+        if self.start == self.stop:
+            shape = (token_ids.shape[0], self.weight.shape[1])
+            return self.tp.all_reduce(torch.zeros(shape, dtype=self._dtype, device=self.weight.device))
+        elsewhere = (token_ids < self.start) | (token_ids >= self.stop)
+        rows = self._rows((token_ids - self.start).masked_fill_(elsewhere, 0))
+        return self.tp.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def _rows(self, places: Tensor) -> Tensor:
         if isinstance(self.weight, QuantizedTensor):

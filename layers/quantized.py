@@ -36,6 +36,10 @@ class QuantizedTensor:
     def device(self) -> torch.device:
         return self.blocks.device
 
+    def to(self, device: torch.device) -> QuantizedTensor:
+        """The same blocks there."""
+        return QuantizedTensor(self.kind, self.blocks.to(device))
+
     def __getitem__(self, rows: slice | Tensor) -> QuantizedTensor:
         return QuantizedTensor(self.kind, self.blocks[rows])
 

@@ -13,7 +13,9 @@ from spmd.layers.quantized import BLOCK, QuantizedTensor, Weight
 
 if TYPE_CHECKING:
     from spmd.comm.group import Group
+    from spmd.layers.gpu_stage import Overlap
     from spmd.layers.kernels.cpu_team import ThreadTeam
+    from spmd.layers.kernels.gpu_table import GpuKernels
 
 
 class Weights(Protocol):
@@ -50,6 +52,8 @@ class Placement:
     team: ThreadTeam | None = None  # threads for the CPU kernels; None: plain torch everywhere
     keep_blocks: bool = False  # keep matrices that are stored in blocks of few bits as they are
     quantize: str | None = None  # kind of blocks to round every other matrix to (see quantized.py)
+    gpu: GpuKernels | None = None  # kernels of a GPU stage; None: the team's, or plain torch
+    overlap: Overlap | None = None  # for sums of one part of a batch beside another's products
 
     @property
     def threads(self) -> int:
@@ -74,11 +78,12 @@ class Placement:
         if self.keep_blocks:
             blocks = weights.get_blocks(name, shape, index)
             if blocks is not None:
-                return blocks
+                return blocks.to(self.device)
         columns = index[1] if index is not None else slice(0, shape[1])
         if self.quantize is None or columns.start % BLOCK or columns.stop % BLOCK:
             return self.load(weights, name, shape, index)
-        return QuantizedTensor.quantize(weights.get(name, shape, index, torch.float32), self.quantize)
+        matrix = weights.get(name, shape, index, torch.float32)
+        return QuantizedTensor.quantize(matrix, self.quantize).to(self.device)
 
 
 @dataclass(frozen=True)

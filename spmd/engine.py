@@ -135,7 +135,7 @@ class Engine:
         count = len(token_ids)
         sequence = Sequence(Request("logits", token_ids, SamplingParams(), 0, 0, frozenset()), 0, 0)
         sequence.blocks = self.scheduler.pool.allocate(blocks_for(count))
-        micro = self.pipeline.start([Chunk(sequence, 0, count)], output_rows=torch.arange(count))
+        micro = self.pipeline.start([Chunk(sequence, 0, count)], output_rows=np.arange(count))
         for number in range(len(self.pipeline.stages)):
             out = self.pipeline.run(micro, number)
         self.drain()

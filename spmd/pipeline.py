@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spmd import wire
-from spmd.batch import build_stage_input
+from spmd.batch import HostBatch, Paging, lay_out
 from spmd.clock import COMPUTE, HOST, WAIT, Clock
 from spmd.comm.grid import Grid
 from spmd.comm.group import PendingRecv, PendingSend
 from spmd.kv_cache import KVCache
 from spmd.models.decoder import StageInput, StageModel
 from spmd.request import Sequence
-from spmd.sampler import Sampler, SampleRow
+from spmd.sampler import Sampler, SampleRow, plain_draws
 from spmd.scheduler import Chunk
+
+if TYPE_CHECKING:
+    from spmd.cuda_graphs import DecodeGraphs
 
 _SAMPLED_TAG, _SCORES_TAG, _HIDDEN_TAG = 1, 2, 10
 
@@ -30,18 +35,23 @@ _SAMPLED_TAG, _SCORES_TAG, _HIDDEN_TAG = 1, 2, 10
 class MicroBatch:
     """A micro-batch on its way. `scored` are the prompt positions whose logprobs are wanted.
 
-    sampled `[sampling, width]` and scores `[scored, width]` (fp64, see wire.py) are there, or on their way in
-    `pending`. hidden: for each of this rank's stages, the hidden states it starts from.
+    batch: None where a recorded step (see cuda_graphs.py) takes `host` as it is. sampled `[sampling, width]`
+    and scores `[scored, width]` (fp64, see wire.py) are there, or on their way in `pending`. hidden: for each
+    of this rank's stages, the hidden states it starts from. rows: how the next tokens are chosen, and
+    winners: what a recorded step has found for them, both on the last stage.
     """
 
     chunks: list[Chunk]
-    batch: StageInput
+    host: HostBatch
+    batch: StageInput | None
     sampling: list[Sequence]
     scored: list[tuple[Sequence, int]]
     sampled: Tensor
     scores: Tensor
     hidden: list[PendingRecv | Tensor | None]
     pending: list[PendingRecv] = field(default_factory=list)
+    rows: list[SampleRow] = field(default_factory=list)
+    winners: Tensor | None = None
 
 
 class Pipeline:
@@ -56,14 +66,19 @@ class Pipeline:
         sampler: Sampler | None,
         rope_by_sequence: bool,
         clock: Clock,
+        paging: Paging | None = None,
+        graphs: list[DecodeGraphs] | None = None,
     ) -> None:
-        """sampler is given on the rank of the last stage."""
+        """sampler is given on the rank of the last stage, paging where stages run on GPU kernels, graphs (one
+        a stage) where their decode steps are recorded."""
         self.grid = grid
         self.stages = stages
         self.caches = caches
         self._sampler = sampler
         self._rope_by_sequence = rope_by_sequence
         self._clock = clock
+        self._paging = paging
+        self._graphs = graphs
         self._placement = stages[0].placement
         self._sends: list[PendingSend] = []
 
@@ -71,27 +86,32 @@ class Pipeline:
     def is_last(self) -> bool:
         return self.stages[-1].last
 
-    def start(self, chunks: list[Chunk], output_rows: Tensor | None = None) -> MicroBatch:
+    def start(self, chunks: list[Chunk], output_rows: np.ndarray | None = None) -> MicroBatch:
         """Lay out a micro-batch and post every receive it needs here."""
         self._sends = [send for send in self._sends if not send.test()]
-        batch = build_stage_input(chunks, self._placement.device, self._rope_by_sequence)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         scored = _scored_positions(chunks)
-        if scored:
-            rows = _score_rows(chunks)
-            batch.output_rows = torch.cat([batch.output_rows, rows.to(batch.output_rows.device)])
-        if output_rows is not None:
-            batch.output_rows = output_rows
+        scored_rows = _score_rows(chunks) if scored else []
+        host = lay_out(chunks, self._rope_by_sequence, scored_rows, output_rows)
+        batch = None
+        if self._graphs is None or self._graphs[0].size_for(host) is None:
+            if self._paging is None:
+                batch = host.with_spans(self._placement.device)
+            else:
+                batch = host.with_tables(self._paging)
         micro = MicroBatch(
             chunks,
+            host,
             batch,
             sampling,
             scored,
             torch.empty(len(sampling), wire.row_width(sampling), dtype=torch.float64),
             torch.empty(len(scored), wire.score_width([s for s, _ in scored]), dtype=torch.float64),
-            [self._post_hidden(stage, number, batch) for number, stage in enumerate(self.stages)],
+            [self._post_hidden(stage, number, host.tokens) for number, stage in enumerate(self.stages)],
         )
-        if not self.is_last:
+        if self.is_last:
+            micro.rows = [_sample_row(sequence) for sequence in sampling]
+        else:
             last = self.grid.pp_size - 1
             for tensor, tag in ((micro.sampled, _SAMPLED_TAG), (micro.scores, _SCORES_TAG)):
                 if tensor.shape[0]:
@@ -107,7 +127,10 @@ class Pipeline:
             with self._clock.span(WAIT):
                 hidden = hidden.wait()
         with self._clock.span(COMPUTE):
-            out = stage.forward(micro.batch, hidden, cache.keys, cache.values)
+            if micro.batch is not None:
+                out = stage.forward(micro.batch, hidden, cache.keys, cache.values)
+            else:
+                out = self._replay(micro, number, hidden)
         if not stage.last:
             target = (pp.rank + 1) % pp.size
             number_there = number + (target == 0)
@@ -125,7 +148,7 @@ class Pipeline:
         count = len(micro.sampling)
         with self._clock.span(COMPUTE):
             if count:
-                rows = self._sampler(logits[:count], [_sample_row(s) for s in micro.sampling])
+                rows = self._sampler(logits[:count], micro.rows, micro.winners)
                 micro.sampled.copy_(wire.encode(rows, micro.sampled.shape[1]))
             if micro.scored:
                 targets = [int(s.request.prompt_token_ids[position]) for s, position in micro.scored]
@@ -152,11 +175,20 @@ class Pipeline:
             send.wait()
         self._sends = []
 
-    def _post_hidden(self, stage: StageModel, number: int, batch: StageInput) -> PendingRecv | None:
+    def _replay(self, micro: MicroBatch, number: int, hidden: Tensor | None) -> Tensor:
+        assert self._graphs is not None
+        graphs = self._graphs[number]
+        size = graphs.size_for(micro.host)
+        assert size is not None
+        draws = plain_draws(micro.rows) if self.stages[number].last else None
+        out, micro.winners = graphs.run(size, micro.host, hidden, draws)
+        return out
+
+    def _post_hidden(self, stage: StageModel, number: int, tokens: int) -> PendingRecv | None:
         pp = self.grid.pp
         if stage.first or pp.size == 1:
             return None
-        shape = (batch.token_ids.shape[0], stage.hidden_size)
+        shape = (tokens, stage.hidden_size)
         hidden = torch.empty(shape, dtype=self._placement.activation_dtype, device=self._placement.device)
         return pp.irecv(hidden, (pp.rank - 1) % pp.size, _HIDDEN_TAG + number)
 
@@ -166,12 +198,13 @@ def _scored_positions(chunks: Rows[Chunk]) -> list[tuple[Sequence, int]]:
     return [(chunk.sequence, position + 1) for chunk in chunks for position in _scoring_range(chunk)]
 
 
-def _score_rows(chunks: Rows[Chunk]) -> Tensor:
-    rows, start = [], 0
+def _score_rows(chunks: Rows[Chunk]) -> list[int]:
+    rows: list[int] = []
+    start = 0
     for chunk in chunks:
         rows += [start + position - chunk.start for position in _scoring_range(chunk)]
         start += chunk.stop - chunk.start
-    return torch.tensor(rows, dtype=torch.int64)
+    return rows
 
 
 def _scoring_range(chunk: Chunk) -> range:

@@ -66,6 +66,11 @@ class Sequence:
         output = np.asarray(self.output_ids[max(0, start - len(prompt)) : stop - len(prompt)], dtype=np.int64)
         return np.concatenate([prompt[start:], output]) if start < len(prompt) else output
 
+    def token_at(self, position: int) -> int:
+        """The id at one position."""
+        prompt = self.request.prompt_token_ids
+        return int(prompt[position]) if position < len(prompt) else self.output_ids[position - len(prompt)]
+
     @property
     def wants_prompt_scores(self) -> bool:
         """The prompt's logprobs are asked for (of the first continuation only) and not all there."""

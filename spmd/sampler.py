@@ -34,6 +34,14 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class Draws:
+    """How each row of a batch is drawn: int64 keys of noise (see noise.py) and fp64 temperatures."""
+
+    keys: np.ndarray
+    temperatures: np.ndarray
+
+
 class Sampler:
     """Chooses tokens from logits whose vocabulary is cut over the ranks of a tensor-parallel group.
 
@@ -55,20 +63,24 @@ class Sampler:
         self.columns = self.sampled.count(group.rank)
 
     @torch.inference_mode()
-    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+    def __call__(
+        self, logits: Tensor, rows: Sequence[SampleRow], winners: Tensor | None = None
+    ) -> list[Sampled]:
         """One token per row of `logits` `[rows, local vocabulary]`; collective over the group.
 
         One all-gather serves the whole batch, and at least one more when any row has top_k, top_p or
-        min_p. `logits` is not changed. Raises `RuntimeError` naming the row whose logits hold NaN or
-        infinity, and `UserError` for a row whose bans leave no token, on every rank.
+        min_p. winners: fp64 `[rows, 4]`, where they have been found already (by `local_winners` of the GPU
+        kernels, from `plain_draws`). `logits` is not changed. Raises `RuntimeError` naming the row whose
+        logits hold NaN or infinity, and `UserError` for a row whose bans leave no token, on every rank.
         """
         self._check(logits, len(rows))
         if not rows:
             return []
-        allowed = self._adjusted(logits[:, : self.columns], rows)
+        if winners is None:
+            winners = self._local_winners(self._adjusted(logits[:, : self.columns], rows), rows)
+        local = winners
         scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         tops = [rows[i].params.logprobs or 0 for i in scored]
-        local = self._local_winners(allowed, rows)
         payload = local.flatten()
         if scored:
             index = torch.tensor(scored, device=logits.device)
@@ -77,9 +89,9 @@ class Sampler:
             )
             payload = torch.cat([payload, part.flatten()])
         received = gather(payload, self.group)
-        winners = received[:, : local.numel()].reshape(self.group.size, len(rows), 4)
-        ranks = _decide(winners, rows)
-        token_ids = winners[ranks, np.arange(len(rows)), 3].astype(np.int64).tolist()
+        everyone = received[:, : local.numel()].reshape(self.group.size, len(rows), 4)
+        ranks = _decide(everyone, rows)
+        token_ids = everyone[ranks, np.arange(len(rows)), 3].astype(np.int64).tolist()
         result = [Sampled(token_id) for token_id in token_ids]
         if scored:
             parts = received[:, local.numel() :].reshape(self.group.size, len(scored), -1)
@@ -154,6 +166,19 @@ class Sampler:
         keys = stream_keys([rows[i].seed for i in index], [rows[i].position for i in index])
         device = winners.device
         return winners[index, 0], temperatures.to(device), keys.to(device)
+
+
+def plain_draws(rows: Sequence[SampleRow]) -> Draws | None:
+    """What choosing these rows' tokens depends on besides the logits; None when that is more than a key and a
+    temperature (biases, penalties, bans, top_k, top_p or min_p in any row)."""
+    if any(row.adjusts or filters(row.params) for row in rows):
+        return None
+    temperatures = np.array([row.params.temperature for row in rows], dtype=np.float64)
+    keys = np.zeros(len(rows), dtype=np.int64)
+    drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if drawn:
+        keys[drawn] = stream_keys([rows[i].seed for i in drawn], [rows[i].position for i in drawn]).numpy()
+    return Draws(keys, temperatures)
 
 
 def _decide(winners: np.ndarray, rows: Sequence[SampleRow]) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from spmd.comm.heads import HeadPartition
 from spmd.comm.partition import Partition
 from spmd.config import ModelConfig
 from spmd.layers.attention import Attention, AttentionBatch
-from spmd.layers.cpu_layer import CpuLayer
 from spmd.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from spmd.layers.layer_shards import LayerShards
 from spmd.layers.linear import ColumnParallelLinear, RowParallelLinear
 from spmd.layers.mlp import GatedMLP
 from spmd.layers.norm import RMSNorm
@@ -24,8 +25,9 @@ from spmd.models import FAMILIES
 from spmd.models.family import Family
 
 if TYPE_CHECKING:
-    from spmd.layers.cpu_stage import CpuHead, CpuStage
     from spmd.layers.kernels.cpu_team import ThreadTeam
+    from spmd.layers.kernels.gpu_table import GpuKernels
+    from spmd.layers.kernels.paged import PagedBatch
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -58,14 +60,29 @@ class StageInput:
     """One micro-batch as a stage's layers see it, all tensors on the stage's device.
 
     token_ids, positions, rope_lengths: int64 `[tokens]`; rope_lengths is the sequence length that decides
-    length-dependent rotary kinds. output_rows: int64, the tokens whose logits are wanted.
+    length-dependent rotary kinds. output_rows: int64, the tokens whose logits are wanted, or a slice.
+    attention: parts with block tables where the placement has GPU kernels (see `GpuStage`), else spans.
     """
 
     token_ids: Tensor
     positions: Tensor
     rope_lengths: Tensor
-    output_rows: Tensor
-    attention: AttentionBatch
+    output_rows: Tensor | slice
+    attention: AttentionBatch | Sequence[PagedBatch]
+
+
+class FusedStage(Protocol):
+    """All layers of a stage at once; `batch` is a `StageInput.attention` of the form it takes."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        k_cache: list[Tensor],
+        v_cache: list[Tensor],
+        batch: Any,
+        /,
+    ) -> Tensor: ...
 
 
 class DecoderLayer:
@@ -140,9 +157,9 @@ class DecoderLayer:
         x = x + self.out(attended.reshape(tokens, q_size))
         return x + self.mlp(self.post_norm(x))
 
-    def for_cpu_kernel(self) -> CpuLayer:
-        """The same layer as the fused CPU kernel takes it."""
-        return CpuLayer(
+    def shards(self) -> LayerShards:
+        """The same layer as fused stages take it."""
+        return LayerShards(
             kv_index=self.attention.kv_index.tolist(),
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -202,19 +219,29 @@ class StageModel:
             else:
                 name = HEAD if stored_head else EMBEDDING
                 self.head = VocabParallelHead.load(weights, placement, name, parts.vocab, config.hidden_size)
-        self._cpu_layers: CpuStage | None = None
-        self._cpu_head: CpuHead | None = None
-        if placement.team is not None:
+        self._fused_layers: FusedStage | None = None
+        self._fused_head: Callable[[Tensor], Tensor] | None = None
+        if placement.gpu is not None:
+            self._use_gpu_kernels(placement.gpu)
+        elif placement.team is not None:
             self._use_cpu_kernels(placement.team)
+
+    def _use_gpu_kernels(self, kernels: GpuKernels) -> None:
+        from spmd.layers.gpu_stage import GpuHead, GpuStage
+
+        placement = self.placement
+        shards = [layer.shards() for layer in self.layers]
+        self._fused_layers = GpuStage(shards, placement.tp, kernels, placement.device, placement.overlap)
+        if self.norm is not None and self.head is not None:
+            self._fused_head = GpuHead(self.norm.weight, self.norm.eps, self.head.weight, kernels)
 
     def _use_cpu_kernels(self, team: ThreadTeam) -> None:
         from spmd.layers.cpu_stage import CpuHead, CpuStage
 
-        self._cpu_layers = CpuStage(
-            [layer.for_cpu_kernel() for layer in self.layers], self.hidden_size, self.placement.tp, team
-        )
+        shards = [layer.shards() for layer in self.layers]
+        self._fused_layers = CpuStage(shards, self.hidden_size, self.placement.tp, team)
         if self.norm is not None and self.head is not None:
-            self._cpu_head = CpuHead(self.norm.weight, self.norm.eps, self.head.weight, team)
+            self._fused_head = CpuHead(self.norm.weight, self.norm.eps, self.head.weight, team)
 
     @torch.inference_mode()
     def forward(
@@ -230,9 +257,11 @@ class StageModel:
         else:
             raise ValueError("a stage after the first needs hidden states")
         cos_sin = self.rotary.cos_sin(batch.positions, batch.rope_lengths)
-        if self._cpu_layers is not None:
-            x = self._cpu_layers(x, cos_sin, k_cache, v_cache, batch.attention)
-            return self._cpu_head(x[batch.output_rows]) if self._cpu_head is not None else x
+        if self._fused_layers is not None:
+            x = self._fused_layers(x, cos_sin, k_cache, v_cache, batch.attention)
+            return self._fused_head(x[batch.output_rows]) if self._fused_head is not None else x
+        if not isinstance(batch.attention, AttentionBatch):
+            raise TypeError("a batch with block tables, and no kernels that read them")
         for layer, k, v in zip(self.layers, k_cache, v_cache):
             x = layer(x, cos_sin, k, v, batch.attention)
         if self.norm is None or self.head is None:

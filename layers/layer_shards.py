@@ -1,4 +1,4 @@
-"""A decoder layer as plain tensors, the form in which the fused CPU kernel takes it."""
+"""A decoder layer as plain tensors, the form in which fused stages take it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from spmd.layers.quantized import Weight
 
 
 @dataclass(frozen=True)
-class CpuLayer:
-    """One layer's shards as the kernel reads them. Matrices `[out, in]`, biases and norms `[out]`."""
+class LayerShards:
+    """One layer's shards on this rank. Matrices `[out, in]`, biases and norms `[out]`."""
 
     kv_index: Sequence[int]  # the local KV head of each local query head, in order
     num_kv_heads: int
