@@ -19,7 +19,7 @@ from spmd.comm.reduce import check_summable, max_into, sum_into
 from spmd.comm.waiting import meet, wait_until
 from spmd.comm.window import ReductionWindow
 
-BACKENDS = ("auto", "shm", "mpi", "nccl")
+BACKENDS = ("auto", "shm", "mpi", "hierarchical", "nccl")
 DEFAULT_TIMEOUT_S = 600.0
 RESERVED_TAG = 32767  # the largest that every MPI library has; collectives made of messages use it
 
@@ -35,7 +35,8 @@ class Group(ABC):
     Tensors on a GPU, and non-contiguous ones, are staged through host memory.
 
     Attributes: `rank` and `size` in the group; `comm`, a communicator of its own; `ranks`, the
-    members' ranks in the whole job; `name`, used in messages; `backend`: "single", "shm" or "mpi".
+    members' ranks in the whole job; `name`, used in messages; `backend`: "single", "shm", "mpi" or
+    "hierarchical".
     """
 
     backend: str
@@ -372,14 +373,18 @@ def make_group(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     name: str = "group",
     ledger: Ledger | None = None,
+    node_of_rank: Sequence[int] | None = None,
 ) -> Group:
     """The group of the ranks of `comm`, over a duplicate of it. Collective; give it back with `free()`.
 
-    `backend`: "mpi"; "shm", for ranks on one node; "auto", which takes shm where it can. "nccl" is the place
-    of GPU collectives (a `Group` over one `cupy.cuda.nccl.NcclCommunicator`), refused until it is built.
-    `ledger`: where to record what this rank does in the group.
+    `backend`: "mpi"; "shm", for ranks on one node; "hierarchical", shm inside nodes and mpi between them (a
+    group that needs but one of the two has only that one); "auto", the same on CPUs. "nccl" is the place of
+    GPU collectives (a `Group` over one `cupy.cuda.nccl.NcclCommunicator`), refused until it is built.
+    `ledger`: where to record what this rank does in the group. `node_of_rank`: a number for each rank, the
+    same for those of a node, in place of the nodes that are found.
     Raises `UserError`, on every rank, for a backend that is unknown or cannot serve these ranks.
     """
+    from spmd.comm.hierarchical import HierarchicalGroup
     from spmd.comm.mpi import MpiGroup
     from spmd.comm.shm import ShmGroup
 
@@ -395,19 +400,31 @@ def make_group(
     meet(comm, f"the start of the {name} group", timeout_s)
     if comm.size == 1:
         return SingleGroup(_own(comm), name, timeout_s)
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    one_node = node.size == comm.size
-    node.Free()
+    nodes = _find_nodes(comm) if node_of_rank is None else list(node_of_rank)
+    one_node = len(set(nodes)) == 1
     if backend == "shm" and not one_node:
         raise UserError(
             f"communication backend: 'shm' needs all {comm.size} ranks of the {name} group on one node; "
             "use 'auto' or 'mpi'"
         )
-    made: type[Group] = ShmGroup if one_node and backend != "mpi" else MpiGroup
-    group = made(_own(comm), name, timeout_s)
+    group: Group
+    if backend == "mpi" or len(set(nodes)) == comm.size:
+        group = MpiGroup(_own(comm), name, timeout_s)
+    elif one_node:
+        group = ShmGroup(_own(comm), name, timeout_s)
+    else:
+        group = HierarchicalGroup(_own(comm), nodes, name, timeout_s)
     if ledger is not None:
         group.record_in(ledger)
     return group
+
+
+def _find_nodes(comm: MPI.Comm) -> list[int]:
+    """For each rank the lowest one on its node."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    lowest = node.bcast(comm.rank, 0)
+    node.Free()
+    return comm.allgather(lowest)
 
 
 def _run_unrecorded(

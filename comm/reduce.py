@@ -21,9 +21,10 @@ def check_summable(dtype: torch.dtype) -> None:
 def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
     """`out = parts[0] + parts[1] + ...` in that order; 16-bit floats are summed in fp32 and rounded once.
 
-    `out` must not overlap `parts`. The order makes the result the same on every rank and in every run.
+    `out` must not overlap `parts`, and may be of a wider type: fp32 keeps sums of 16-bit floats unrounded.
+    The order makes the result the same on every rank and in every run.
     """
-    if len(parts) == 2:
+    if len(parts) == 2 and parts[0].dtype is out.dtype:
         torch.add(parts[0], parts[1], out=out)  # torch adds 16-bit floats in fp32 and rounds once
     elif out.dtype is torch.bfloat16 or out.dtype is torch.float16:
         total = parts[0].to(torch.float32)

@@ -1,4 +1,4 @@
-"""Collectives on tensors: results equal arithmetic, for any number of ranks and both backends."""
+"""Collectives on tensors: results equal arithmetic, for any number of ranks and every CPU backend."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from spmd.comm.errors import UserError
 from spmd.comm.group import Group, SingleGroup, make_group
+from spmd.comm.hierarchical import HierarchicalGroup
 from spmd.comm.mpi import MpiGroup
-from spmd.comm.shm import ShmGroup
+from spmd.comm.shm import CollectiveMismatch, ShmGroup
 
 pytestmark = pytest.mark.mpi
 
@@ -29,6 +31,19 @@ MAKERS: dict[str, Callable[[], Group]] = {
     "shm": lambda: ShmGroup(WORLD.Dup(), timeout_s=TIMEOUT_S),
     "shm-pieces": lambda: ShmGroup(WORLD.Dup(), timeout_s=TIMEOUT_S, one_shot_bytes=64, slot_bytes=4096),
 }
+# This node's ranks as if they were on several nodes: neighbours together, and one here, one there.
+NODES = {"nodes": [0, 0, 1, 1], "nodes-pieces": [5, 2, 5, 2]}
+if 2 <= WORLD.size <= 4:
+    MAKERS |= {
+        "nodes": lambda: HierarchicalGroup(WORLD.Dup(), NODES["nodes"][: WORLD.size], timeout_s=TIMEOUT_S),
+        "nodes-pieces": lambda: HierarchicalGroup(
+            WORLD.Dup(),
+            NODES["nodes-pieces"][: WORLD.size],
+            timeout_s=TIMEOUT_S,
+            slot_bytes=4096,
+            one_shot_bytes=64,
+        ),
+    }
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -36,6 +51,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     made = MAKERS[request.param]()
+    made.name = request.param
     yield made
     made.free()
     torch.set_num_threads(threads)
@@ -49,14 +65,18 @@ def values(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return torch.randint(-(2**31), 2**31, shape, generator=generator).to(dtype)
 
 
-def summed(inputs: list[Tensor]) -> Tensor:
-    """Sum in rank order; 16-bit floats in fp32, rounded once."""
+def summed(group: Group, inputs: list[Tensor]) -> Tensor:
+    """Sum in rank order, if there are nodes first inside each; 16-bit floats in fp32, rounded once."""
     dtype = inputs[0].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = inputs[0].to(wide)
-    for other in inputs[1:]:
-        total = total + other.to(wide)
-    return total.to(dtype)
+    node_of_rank = NODES.get(group.name, [0] * len(inputs))
+    totals: dict[int, Tensor] = {}
+    for node, x in zip(node_of_rank, inputs):
+        totals[node] = totals[node] + x.to(wide) if node in totals else x.to(wide)
+    first, *others = totals.values()
+    for other in others:
+        first = first + other
+    return first.to(dtype)
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
@@ -69,7 +89,7 @@ def test_all_reduce(group: Group, dtype: torch.dtype, shape: tuple[int, ...]) ->
     inputs = [values(1, rank, shape, dtype) for rank in range(group.size)]
     x = inputs[group.rank].clone()
     assert group.all_reduce(x) is x
-    assert same_bits(x, summed(inputs))
+    assert same_bits(x, summed(group, inputs))
     x = inputs[group.rank].clone()
     assert group.all_reduce_max(x) is x
     assert same_bits(x, torch.stack(inputs).amax(0))
@@ -77,15 +97,13 @@ def test_all_reduce(group: Group, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 def test_all_reduce_of_more_than_a_slot(group: Group) -> None:
     inputs = [values(6, rank, (150_001,), torch.float32) for rank in range(group.size)]
-    assert same_bits(group.all_reduce(inputs[group.rank].clone()), summed(inputs))
+    assert same_bits(group.all_reduce(inputs[group.rank].clone()), summed(group, inputs))
 
 
 def test_sum_is_in_rank_order(group: Group) -> None:
     # The large numbers cancel: what is left of the ones tells the order of the additions.
     terms = [1.0, 2.0**25, 1.0, -(2.0**25), 1.0, 1.0, 2.0**25, -(2.0**25)][: group.size]
-    expected = torch.tensor(0.0)
-    for term in terms:
-        expected = expected + term
+    expected = summed(group, [torch.tensor(term) for term in terms])
     for size in (1, 9_000):
         x = torch.full((size,), terms[group.rank])
         assert bool((group.all_reduce(x) == expected).all())
@@ -128,7 +146,7 @@ def test_reduce_scatter_uneven(group: Group, dtype: torch.dtype, dim: int) -> No
             shape[dim] = sum(sizes)
             inputs = [values(3, rank, tuple(shape), dtype) for rank in range(group.size)]
             found = group.reduce_scatter(inputs[group.rank].clone(), sizes, dim)
-            expected = summed(inputs).split(sizes, dim)[group.rank]
+            expected = summed(group, inputs).split(sizes, dim)[group.rank]
             assert found.is_contiguous()
             assert same_bits(found, expected)
 
@@ -147,10 +165,10 @@ def test_tensors_that_are_not_contiguous(group: Group) -> None:
     mine = inputs[group.rank]
     x = mine.clone().T
     group.all_reduce(x)
-    assert same_bits(x.T, summed(inputs))
+    assert same_bits(x.T, summed(group, inputs))
     x = mine.clone()
     group.all_reduce(x[:, 3:7])
-    assert same_bits(x[:, 3:7], summed(inputs)[:, 3:7])
+    assert same_bits(x[:, 3:7], summed(group, inputs)[:, 3:7])
     assert same_bits(x[:, 7:], mine[:, 7:])
     x = mine.clone().T
     group.broadcast(x, group.size - 1)
@@ -158,7 +176,7 @@ def test_tensors_that_are_not_contiguous(group: Group) -> None:
     sizes = [30] * group.size
     assert same_bits(group.all_gather(mine.T, sizes), torch.cat([other.T for other in inputs]))
     sizes = [30] + [0] * (group.size - 1)
-    expected = summed(inputs).T if group.rank == 0 else torch.empty(0, 40)
+    expected = summed(group, inputs).T if group.rank == 0 else torch.empty(0, 40)
     assert same_bits(group.reduce_scatter(mine.T, sizes), expected)
 
 
@@ -196,7 +214,7 @@ def test_thousands_of_random_operations(group: Group) -> None:
             inputs = [values(step, rank, (length,), dtype) for rank in everyone]
             x = inputs[group.rank].clone()
             if operation == 0:
-                assert same_bits(group.all_reduce(x), summed(inputs)), step
+                assert same_bits(group.all_reduce(x), summed(group, inputs)), step
             else:
                 assert same_bits(group.all_reduce_max(x), torch.stack(inputs).amax(0)), step
         elif operation == 2:
@@ -204,7 +222,7 @@ def test_thousands_of_random_operations(group: Group) -> None:
             assert same_bits(group.all_gather(inputs[group.rank], sizes), torch.cat(inputs)), step
         elif operation == 3:
             inputs = [values(step, rank, (sum(sizes),), dtype) for rank in everyone]
-            expected = summed(inputs).split(sizes)[group.rank]
+            expected = summed(group, inputs).split(sizes)[group.rank]
             assert same_bits(group.reduce_scatter(inputs[group.rank], sizes), expected), step
         elif operation == 4:
             x = values(step, group.rank, (length,), dtype)
@@ -246,19 +264,62 @@ def test_auto_takes_shared_memory_on_one_node() -> None:
     made.free()
 
 
-def test_freed_groups_leave_no_shared_mappings() -> None:
+def test_auto_goes_by_the_nodes_of_a_group() -> None:
+    ranks = range(WORLD.size)
+    layouts = {
+        "one node": [7] * WORLD.size,
+        "one rank each": list(ranks),
+        "two nodes": [r % 2 for r in ranks],
+    }
+    expected = {"one node": "shm", "one rank each": "mpi", "two nodes": "hierarchical"}
+    if WORLD.size < 3:
+        expected["two nodes"] = "mpi"
+    for layout, nodes in layouts.items():
+        for backend in ("auto", "hierarchical"):
+            made = make_group(WORLD, backend, TIMEOUT_S, node_of_rank=nodes)
+            assert made.backend == ("single" if WORLD.size == 1 else expected[layout]), layout
+            assert int(made.all_reduce(torch.tensor(made.rank))) == sum(ranks)
+            made.free()
+        made = make_group(WORLD, "mpi", TIMEOUT_S, node_of_rank=nodes)
+        assert made.backend == ("single" if WORLD.size == 1 else "mpi")
+        made.free()
+        if layout != "one node" and WORLD.size > 1:
+            with pytest.raises(UserError, match=f"'shm' needs all {WORLD.size} ranks .* on one node"):
+                make_group(WORLD, "shm", TIMEOUT_S, node_of_rank=nodes)
+
+
+def test_ranks_of_a_node_that_part_are_noticed() -> None:
+    if WORLD.size < 3:
+        pytest.skip("needs two ranks on a node and one on another")
+    made = HierarchicalGroup(WORLD.Dup(), [min(rank, 2) // 2 for rank in range(WORLD.size)], timeout_s=2.0)
+    if made.rank == 0:
+        with pytest.raises(CollectiveMismatch, match="rank 0 is in all_reduce of 40 bytes, but rank 1"):
+            made.all_reduce(torch.ones(10))
+    elif made.rank == 1:
+        with pytest.raises(CollectiveMismatch, match=r"rank 1 is in broadcast of 40 bytes"):
+            made.broadcast(torch.ones(10))
+    WORLD.Barrier()  # the group cannot be used any more, so it is not given back
+
+
+@pytest.mark.parametrize("several_nodes", [False, True])
+def test_freed_groups_leave_no_shared_mappings(several_nodes: bool) -> None:
     def mappings() -> int:
         return sum(" rw-s " in line for line in Path("/proc/self/maps").read_text().splitlines())
 
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
+    nodes = [rank // 2 for rank in range(WORLD.size)]
+    shares = nodes.count(nodes[WORLD.rank]) > 1 if several_nodes else WORLD.size > 1
     counts = []
     for _ in range(4):
-        made = ShmGroup(WORLD.Dup(), timeout_s=TIMEOUT_S)
+        made: Group = ShmGroup(WORLD.Dup(), timeout_s=TIMEOUT_S)
+        if several_nodes:
+            made.free()
+            made = HierarchicalGroup(WORLD.Dup(), nodes, timeout_s=TIMEOUT_S)
         made.all_reduce(torch.ones(10))
         during = mappings()
         made.free()
         made.free()
         counts.append(mappings())
-        assert counts[-1] < during or WORLD.size == 1
+        assert counts[-1] < during or not shares
     assert counts[1] == counts[-1]

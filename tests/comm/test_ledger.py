@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from spmd.comm import ledger as ledger_module
-from spmd.comm.grid import Grid
+from spmd.comm.group import make_group
 from spmd.comm.ledger import RING, Ledger, Operation, pack_ranks, unpack_ranks
 from spmd.comm.ledger_view import RankState, read_header, read_ranks, running_ledgers, someone_is_gone
 
@@ -127,12 +127,12 @@ def test_lists_of_ranks_are_short() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("backend", ["shm", "mpi"])
+@pytest.mark.parametrize("backend", ["shm", "mpi", "hierarchical"])
 def test_every_call_of_a_group_is_recorded_on_every_rank(backend: str) -> None:
     ledger = Ledger.open(WORLD, "test", 60.0)
     assert ledger is not None
-    grid = Grid.create(WORLD, WORLD.size, backend=backend, timeout_s=60.0, ledger=ledger)
-    tp, size = grid.tp, grid.tp.size
+    nodes = [rank // 2 for rank in range(WORLD.size)] if backend == "hierarchical" else None
+    tp, size = make_group(WORLD, backend, 60.0, "tp", ledger, nodes), WORLD.size
     start = len(state_of(ledger).entries)
     tp.all_reduce(torch.ones(10))
     tp.all_reduce_max(torch.ones(11))
@@ -175,5 +175,5 @@ def test_every_call_of_a_group_is_recorded_on_every_rank(backend: str) -> None:
         headers = [read_header(memory) for _, memory in running_ledgers()]
         assert any(header is not None and header.job == "test" for header in headers)
     WORLD.Barrier()
-    grid.free()
-    assert ledger.closed
+    tp.free()
+    ledger.close()
