@@ -13,6 +13,7 @@ from spmd.block_pool import blocks_for
 from spmd.clock import HOST, Clock
 from spmd.comm.grid import Grid
 from spmd.comm.partition import Partition
+from spmd.memory import memory_advice
 from spmd.outputs import RequestOutput
 from spmd.pipeline import MicroBatch, Pipeline
 from spmd.request import Request, Sequence, SequenceText, to_output
@@ -21,6 +22,7 @@ from spmd.scheduler import Chunk, Scheduler
 from spmd.text.tokenizer import Tokenizer
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # the golden ratio, which keeps the seeds of `n` continuations apart
+_LESS_AT_ONCE = "lower --max-batch-tokens, --max-running, --kv-memory or --max-model-len"
 
 
 class Engine:
@@ -105,6 +107,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.num_unfinished > 0 or bool(self._done)
 
+    @memory_advice("a step was computed", _LESS_AT_ONCE)
     def step(self) -> list[RequestOutput]:
         """Serve every lane once; returns the requests that finished. Texts are filled in on the leader."""
         finished, self._done = self._done, []
@@ -127,6 +130,7 @@ class Engine:
         """Wait until everything this rank has sent is out of its buffers."""
         self.pipeline.drain()
 
+    @memory_advice("logits were computed", "give fewer tokens, or lower --kv-memory")
     def logits(self, token_ids: np.ndarray) -> Tensor:
         """fp32 logits `[tokens, vocab]` of every position of one sequence, on all ranks of the replica.
 

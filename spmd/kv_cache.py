@@ -20,6 +20,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.num_kv_heads = num_kv_heads
         shape = (num_blocks * BLOCK_SIZE, num_kv_heads, head_dim)
         # torch.empty leaves host pages untouched, so memory grows with the tokens actually held.
         self.keys: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]

@@ -23,6 +23,7 @@ from spmd.comm.partition import Partition
 from spmd.config import ModelConfig
 from spmd.engine import Engine
 from spmd.frontend import Frontend
+from spmd.gpu import find_tools, prepare
 from spmd.kernels import make_team
 from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
@@ -30,7 +31,7 @@ from spmd.launch.devices import take_device
 from spmd.launch.timers import set_fine_sleeps
 from spmd.layers.quantized import BLOCK_BYTES, QUANTIZE
 from spmd.layers.weights import Placement
-from spmd.memory import available_bytes, choose_num_blocks
+from spmd.memory import available_bytes, choose_num_blocks, memory_advice, working_bytes
 from spmd.models.decoder import HEAD, ModelPartitions, StageModel
 from spmd.models.stages import split_layers
 from spmd.options import EngineOptions
@@ -39,6 +40,10 @@ from spmd.progress import ReportedWeights
 from spmd.sampler import Sampler
 from spmd.scheduler import Scheduler
 from spmd.text.tokenizer import Tokenizer, load_tokenizer
+
+_FEWER_WEIGHTS = "use more ranks (--tp, --pp) or fewer bits (--quantize int8)"
+_LESS_CACHE = "lower --kv-memory, --max-running or --max-model-len"
+_FEWER_SEQUENCES = "lower --max-running or --kv-memory, or use --cuda-graphs off"
 
 
 @dataclass
@@ -80,13 +85,24 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
             for warning in _check_tensors(config, checkpoint, stored_head):
                 print(f"spmd: warning: {warning}", file=sys.stderr)
         dtype = _dtype(options.dtype, config.dtype)
-    compiled = device.type == "cpu" and options.kernels == "auto"
+    with agreed(grid.world):
+        tools = find_tools(options, device, tp)
+    compiled = device.type == "cpu" and options.kernels == "auto" and tools is None
     team = make_team(grid.node, threads) if compiled else None
     # What a team leaves to torch is small, and torch's idle threads would spin on the team's cores.
     torch.set_num_threads(threads if team is None else 1)
     kind = QUANTIZE[options.quantize] if options.quantize is not None else None
-    placement = Placement(dtype, device, tp, team, keep_blocks and team is not None, kind)
-    with agreed(grid.world):
+    placement = Placement(
+        dtype,
+        device,
+        tp,
+        team,
+        keep_blocks and (team is not None or tools is not None),
+        kind,
+        tools.kernels if tools is not None else None,
+        tools.overlap if tools is not None else None,
+    )
+    with agreed(grid.world), memory_advice("weights were loaded", _FEWER_WEIGHTS):
         weights = ReportedWeights(WeightReader(checkpoint.source), shown=grid.world.rank == 0)
         mine = range(grid.pp_rank, parts.layers.parts, grid.pp_size)
         stages = [StageModel(config, parts, stage, placement, weights, stored_head) for stage in mine]
@@ -95,13 +111,20 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         sent = (tokenizer.to_state(), tokenizer.size) if tokenizer is not None else (None, config.vocab_size)
     checkpoint.close()
     state, known_ids = grid.world.broadcast_object(sent)
-    max_model_len, pool, caches = _make_cache(options, grid, config, parts, placement)
+    recorded = tools is not None and tools.capture is not None
+    max_model_len, pool, caches = _make_cache(options, grid, config, parts, placement, recorded)
     sampler = Sampler(parts.vocab, tp, min(known_ids, config.vocab_size)) if stages[-1].last else None
+    paging, graphs = None, None
+    if tools is not None:
+        sampled = sampler.sampled if sampler is not None else parts.vocab
+        first = grid.world.rank == 0
+        with agreed(grid.world), memory_advice("decode steps were recorded", _FEWER_SEQUENCES):
+            paging, graphs = prepare(tools, stages, caches, sampled, options, max_model_len, first)
     switch_length = stages[0].rotary.switch_length
     scheduler = Scheduler(pool, grid.pp_size, options.max_batch_tokens, options.max_running, switch_length)
     engine = Engine(
         grid,
-        Pipeline(grid, stages, caches, sampler, switch_length is not None, clock),
+        Pipeline(grid, stages, caches, sampler, switch_length is not None, clock, paging, graphs),
         scheduler,
         parts.vocab,
         _TokenizerOnDemand(tokenizer, state) if state is not None else None,
@@ -184,7 +207,12 @@ def _dtype(wanted: str, stored: str | None) -> torch.dtype:
 
 
 def _make_cache(
-    options: EngineOptions, grid: Grid, config: ModelConfig, parts: ModelPartitions, placement: Placement
+    options: EngineOptions,
+    grid: Grid,
+    config: ModelConfig,
+    parts: ModelPartitions,
+    placement: Placement,
+    recorded: bool,
 ) -> tuple[int, BlockPool, list[KVCache]]:
     start, stop = parts.heads.kv_range(grid.tp_rank)
     num_kv_heads, dim, dtype = stop - start, config.head_dim, placement.dtype
@@ -196,15 +224,28 @@ def _make_cache(
                 f"--max-model-len {options.max_model_len}: the model's limit is {config.context_limit} "
                 "positions"
             )
+        free = available_bytes(placement.device, grid.node_size, options.share_devices)
+        if placement.device.type == "cuda":
+            heads = parts.heads.q.count(grid.tp_rank)
+            free -= working_bytes(
+                config.hidden_size,
+                2 * (heads + num_kv_heads) * dim + 3 * parts.intermediate.count(grid.tp_rank),
+                parts.vocab.count(grid.tp_rank) if grid.is_last_stage else 0,
+                options.max_batch_tokens,
+                options.max_running,
+                dtype.itemsize,
+                recorded,
+            )
         blocks = choose_num_blocks(
             KVCache.bytes_per_block(sum(layers), num_kv_heads, dim, dtype),
-            available_bytes(placement.device, grid.node_size),
+            max(0, free),
             options.kv_memory,
             options.max_running * grid.pp_size,
             wanted_len,
         )
     blocks = min(grid.world.all_gather_objects(blocks))
-    caches = [KVCache(count, blocks, num_kv_heads, dim, dtype, placement.device) for count in layers]
+    with agreed(grid.world), memory_advice("the KV cache was made", _LESS_CACHE):
+        caches = [KVCache(count, blocks, num_kv_heads, dim, dtype, placement.device) for count in layers]
     # Where keys depend on the sequence's length, equal prefixes do not have equal keys.
     pool = BlockPool(blocks, options.prefix_caching and not config.rope.length_dependent)
     return min(wanted_len, blocks * BLOCK_SIZE), pool, caches

@@ -22,7 +22,8 @@ class EngineOptions:
     max_batch_tokens, max_running: tokens and sequences of one micro-batch.
     pp_split: layers of each pipeline stage, by hand. pp_interleave: stages per pipeline rank.
     quantize: int8 or int4, to round weights to blocks of so many bits when they are loaded.
-    kernels: auto, or torch to do without compiled CPU kernels.
+    kernels: auto, or torch to do without compiled kernels.
+    cuda_graphs: auto, on or off: record decode steps on a GPU and replay them; on refuses where it can't.
     prefix_caching: share the cache blocks of equal prefixes. report: measure where the time goes.
     timeout_s: seconds without an answer from another rank after which the job is given up.
     """
@@ -47,6 +48,7 @@ class EngineOptions:
     chat_template: str | None = None
     threads: int | None = None
     kernels: str = "auto"
+    cuda_graphs: str = "auto"
     quantize: str | None = None
     comm_backend: str = "auto"
     timeout_s: float = 600.0
@@ -64,6 +66,8 @@ class EngineOptions:
             raise UserError(f"quantize {self.quantize!r}: expected one of {', '.join(QUANTIZE)}")
         if self.kernels not in KERNELS:
             raise UserError(f"kernels {self.kernels!r}: expected one of {', '.join(KERNELS)}")
+        if self.cuda_graphs not in CUDA_GRAPHS:
+            raise UserError(f"cuda_graphs {self.cuda_graphs!r}: expected one of {', '.join(CUDA_GRAPHS)}")
         for name in (
             "expected_requests",
             "max_model_len",
@@ -83,4 +87,5 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZE = ("int8", "int4")
 KERNELS = ("auto", "torch")
-BACKENDS = ("auto", "shm", "mpi")
+CUDA_GRAPHS = ("auto", "on", "off")
+BACKENDS = ("auto", "shm", "mpi", "hierarchical")

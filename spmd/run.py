@@ -71,8 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--threads", type=int, help="compute threads per rank (default: its share of the cores)"
     )
     engine.add_argument("--quantize", help="int8 or int4: round weights to blocks when they are loaded")
-    engine.add_argument("--kernels", default="auto", help="auto, or torch: no compiled CPU kernels")
-    engine.add_argument("--comm-backend", default="auto", help="auto, shm or mpi")
+    engine.add_argument("--kernels", default="auto", help="auto, or torch: no compiled kernels")
+    engine.add_argument(
+        "--cuda-graphs", default="auto", help="auto (on GPUs), on or off: record decode steps"
+    )
+    engine.add_argument("--comm-backend", default="auto", help="auto, shm, mpi or hierarchical")
     engine.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="give up on a silent rank"
     )
@@ -138,6 +141,7 @@ def main(arguments: list[str] | None = None, watch: SignalWatch | None = None) -
         threads=args.threads,
         quantize=args.quantize,
         kernels=args.kernels,
+        cuda_graphs=args.cuda_graphs,
         comm_backend=args.comm_backend,
         timeout_s=args.timeout,
     )
