@@ -19,13 +19,14 @@ class GpuKernels:
     gated_activation: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
     linear: Callable[..., Tensor]
+    local_winners: Callable[..., Tensor]
 
 
 def torch_kernels() -> GpuKernels:
     """The twins, for any device and dtype. Their attention waits for the device: not for capture."""
     from spmd.layers.kernels import gpu_twins
 
-    return _table(gpu_twins, gpu_twins, gpu_twins, gpu_twins, gpu_twins)
+    return _table(*[gpu_twins] * 6)
 
 
 def triton_kernels() -> GpuKernels:
@@ -33,13 +34,25 @@ def triton_kernels() -> GpuKernels:
 
     With `TRITON_INTERPRET=1` set before Triton is first imported they run on CPU tensors of fp32.
     """
-    from spmd.layers.kernels import gpu_activation, gpu_attention, gpu_linear, gpu_norm, gpu_rotary
+    from spmd.layers.kernels import (
+        gpu_activation,
+        gpu_attention,
+        gpu_linear,
+        gpu_norm,
+        gpu_rotary,
+        gpu_sampling,
+    )
 
-    return _table(gpu_norm, gpu_rotary, gpu_activation, gpu_attention, gpu_linear)
+    return _table(gpu_norm, gpu_rotary, gpu_activation, gpu_attention, gpu_linear, gpu_sampling)
 
 
 def _table(
-    norm: ModuleType, rotary: ModuleType, activation: ModuleType, attention: ModuleType, linear: ModuleType
+    norm: ModuleType,
+    rotary: ModuleType,
+    activation: ModuleType,
+    attention: ModuleType,
+    linear: ModuleType,
+    sampling: ModuleType,
 ) -> GpuKernels:
     return GpuKernels(
         rms_norm=norm.rms_norm,
@@ -48,4 +61,5 @@ def _table(
         gated_activation=activation.gated_activation,
         paged_attention=attention.paged_attention,
         linear=linear.linear,
+        local_winners=sampling.local_winners,
     )

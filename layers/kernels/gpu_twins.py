@@ -10,6 +10,7 @@ from spmd.layers.kernels import matmul
 from spmd.layers.kernels.fp8 import Fp8Weight
 from spmd.layers.kernels.paged import BLOCK_SIZE, HeadGroups, PagedBatch
 from spmd.layers.mlp import ACTIVATIONS
+from spmd.layers.noise import gumbel
 from spmd.layers.quantized import Weight
 from spmd.layers.rotary import apply_rotary
 
@@ -126,3 +127,35 @@ def linear(
     else:
         result = matmul.linear(x, weight, bias)
     return result if out is None else out.copy_(result)
+
+
+def local_winners(logits: Tensor, temperatures: Tensor, keys: Tensor, start: int) -> Tensor:
+    """The largest logit and the winner of each row among this rank's columns: fp64 `[rows, 4]`, largest
+    logit; logit, noise and token id of the winner (-inf, -inf, 0, -1 where there are no columns).
+
+    logits `[rows, columns]` are of token ids from `start` on; temperatures fp64 `[rows]`, 0 where the row is
+    greedy; keys int64 `[rows]` (`stream_keys`). What `spmd.draw.draw_all` draws.
+    """
+    rows, columns = logits.shape
+    nothing = torch.tensor([-torch.inf, -torch.inf, 0.0, -1.0], dtype=torch.float64, device=logits.device)
+    if not columns:
+        return nothing.repeat(rows, 1)
+    largest, column = logits.double().max(dim=-1)
+    greedy = (temperatures == 0)[:, None]
+    divisors = torch.where(greedy, torch.ones_like(greedy, dtype=torch.float64), temperatures[:, None])
+    counters = torch.arange(start + 1, start + columns + 1, device=logits.device)
+    noise = gumbel(counters[None], keys[:, None])
+    top, drawn = ((logits.double() - largest[:, None]) / divisors + noise).max(dim=-1)
+    picked = torch.where(greedy[:, 0], column, drawn)[:, None]
+    result = torch.stack(
+        [
+            largest,
+            logits.double().gather(1, picked)[:, 0],
+            noise.gather(1, picked)[:, 0].masked_fill(greedy[:, 0], 0.0),
+            (picked[:, 0] + start).double(),
+        ],
+        dim=1,
+    )
+    lost = ~greedy[:, 0] & (top == -torch.inf)
+    result[:, 1:] = torch.where(lost[:, None], nothing[1:], result[:, 1:])
+    return result
