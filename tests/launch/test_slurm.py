@@ -5,20 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi4py import MPI
-from support.cluster.hosts import HEAD
 from support.cluster.slurm import Slurm, why_not
 from support.command import COMPLETIONS, call, line, records, write_lines
-from support.mpirun import ROOT, run
+from support.mpirun import run
 
 from spmd.comm.errors import UserError
 from spmd.launch.signals import EXIT_STOPPED
@@ -197,12 +193,6 @@ ENGINE = ["--dtype", "float32", "--max-running", "1"]
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    with Slurm(nodes=2, cpus=2) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with requests, and one rank's answers to them."""
     folder = tmp_path_factory.mktemp("slurm")
@@ -226,38 +216,6 @@ def test_ranks_that_do_not_find_each_other_are_refused_once(slurm: Slurm) -> Non
     assert done.code == 2, done.output
     assert done.stderr.count("spmd: error: srun started 4 ranks, but each is alone") == 1, done.output
     assert "Traceback" not in done.stderr
-
-
-KILLED = """
-import os, sys, time
-from mpi4py import MPI
-from spmd import LLM, SamplingParams
-llm = LLM(tp=2, pp=2, threads=1)
-llm.generate("x", SamplingParams(max_tokens=2))
-if MPI.COMM_WORLD.rank == 3:
-    sys.stderr.write(f"killed {time.time()}\\n")
-    sys.stderr.flush()
-    os.kill(os.getpid(), 9)
-while True:
-    llm.generate("x", SamplingParams(max_tokens=8))
-"""
-
-
-@on_slurm
-@needs_default_model
-def test_a_killed_rank_ends_the_job_under_srun(slurm: Slurm, tmp_path: Path) -> None:
-    program = tmp_path / "killed-rank.py"
-    program.write_text(KILLED)
-    mpi = subprocess.check_output([sys.executable, "-m", "spmd.launch.launcher"], cwd=ROOT, text=True).split()
-    done = slurm.on_head(["srun", "-K", *mpi, "-N2", "-n4", sys.executable, str(program)], 120)
-    ended = time.time()
-    told = re.search(r"^killed ([\d.]+)$", done.stderr, re.MULTILINE)
-    assert told is not None, done.output
-    assert done.code != 0
-    assert ended - float(told[1]) < 10.0, done.output
-    for node in slurm.hosts.names:
-        assert slurm.hosts.processes(node, "killed-rank.py") == []
-        assert slurm.hosts.shared_files(node) == []
 
 
 @on_slurm
@@ -295,22 +253,3 @@ def test_a_batch_goes_on_after_a_requeue(slurm: Slurm, batch: Path) -> None:
     assert f"{len(first)} of {LINES} lines are finished" in log()
     assert answers(output) == answers(batch / "one.jsonl")
     assert {path.name for path in batch.glob("logs/*/*")} == {f"rank-{rank}.log" for rank in range(4)}
-
-
-@on_slurm
-@needs_default_model
-def test_hosts_without_slurm(slurm: Slurm, batch: Path) -> None:
-    hosts = slurm.hosts
-    mpirun = Path(sys.executable).with_name("mpirun")
-    launcher = [str(mpirun) if mpirun.exists() else str(shutil.which("mpirun"))]
-    if MPI.get_vendor()[0] == "Open MPI":
-        launcher += ["--allow-run-as-root", "--mca", "plm_ssh_agent", str(hosts.rsh), "--host", "n1:2,n2:2"]
-    else:
-        launcher += ["-launcher", "ssh", "-launcher-exec", str(hosts.rsh), "-hosts", "n1,n2", "-ppn", "2"]
-    output = batch / "hosts.jsonl"
-    command = [*launcher, "-n", "4", sys.executable, "-m", "spmd.run", "--tp", "2", "--pp", "2", *ENGINE]
-    files = ["--input", str(batch / "in.jsonl"), "--output", str(output)]
-    done = slurm.on_head([*command, *files, "--threads", "1"], 120)
-    assert done.code == 0, done.output
-    assert answers(output) == answers(batch / "one.jsonl")
-    assert hosts.check(HEAD, "ls /dev/shm") == ""  # the ranks were elsewhere

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+OPEN_MPI_OPTIONS = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
 _LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "MPI_LOCAL")
 
 
@@ -40,14 +41,15 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 @cache
-def _mpirun() -> tuple[str, ...]:
+def launcher() -> tuple[str, ...]:
+    """`mpirun` of the MPI library in use; Open MPI's with what more ranks than cores, and root, want."""
     beside = Path(sys.executable).with_name("mpirun")
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     if program is None:
         raise RuntimeError("no mpirun found: install an MPI, for example with pip install '.[local]'")
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     if "Open MPI" in version or "OpenRTE" in version:
-        return (program, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
+        return (program, *OPEN_MPI_OPTIONS)
     return (program,)
 
 
@@ -93,5 +95,5 @@ def mpirun(
 
 def command_line(ranks: int, arguments: Sequence[str]) -> list[str]:
     """What `mpirun` above runs."""
-    launcher = [] if ranks == 1 else [*_mpirun(), "-n", str(ranks)]
-    return [*launcher, sys.executable, *arguments]
+    start = [] if ranks == 1 else [*launcher(), "-n", str(ranks)]
+    return [*start, sys.executable, *arguments]

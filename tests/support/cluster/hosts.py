@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from support.mpirun import launcher
+
 HEAD = "head"
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 _TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount")
@@ -95,6 +97,17 @@ class Hosts:
     def on(self, host: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on `host`, in the folder it is started from."""
         return [*self._enter(host), "env", "-C", os.getcwd(), *command]
+
+    def mpirun(self, ranks_each: int) -> list[str]:
+        """What starts ranks on all the nodes, `ranks_each` on each, when it is run on `head`."""
+        program, *options = launcher()
+        if options:  # Open MPI
+            places = ",".join(f"{name}:{ranks_each}" for name in self.names)
+            words = [*options, "--mca", "plm_ssh_agent", str(self.rsh), "--host", places]
+        else:
+            words = ["-launcher", "ssh", "-launcher-exec", str(self.rsh), "-hosts", ",".join(self.names)]
+            words += ["-ppn", str(ranks_each)]
+        return [program, *words, "-n", str(ranks_each * len(self.names))]
 
     def check(self, host: str, shell: str, environment: Mapping[str, str] | None = None) -> str:
         """The output of a shell line on a host; an AssertionError with all it said when it fails."""
