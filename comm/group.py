@@ -35,11 +35,12 @@ class Group(ABC):
     Tensors on a GPU, and non-contiguous ones, are staged through host memory.
 
     Attributes: `rank` and `size` in the group; `comm`, a communicator of its own; `ranks`, the
-    members' ranks in the whole job; `name`, used in messages; `backend`: "single", "shm", "mpi" or
-    "hierarchical".
+    members' ranks in the whole job; `name`, used in messages; `backend`: "single", "shm", "mpi",
+    "hierarchical" or "nccl"; `capturable`: whether a CUDA graph can hold collectives of GPU tensors.
     """
 
     backend: str
+    capturable = False
 
     def __init__(
         self, comm: MPI.Intracomm, name: str = "group", timeout_s: float = DEFAULT_TIMEOUT_S
@@ -86,8 +87,8 @@ class Group(ABC):
         """
         dim = self._checked_dim(x, sizes, dim, whole=False)
         counts, leading = _counts(x, sizes, dim)
-        mine = x if on_host(x) else host_copy(x)
-        gathered = torch.empty(sum(counts), dtype=x.dtype)
+        mine = self._local(x)
+        gathered = _room_beside(mine, sum(counts))
         if gathered.numel():
             flat = mine.view(-1)
             self._run(
@@ -118,10 +119,11 @@ class Group(ABC):
         dim = self._checked_dim(x, sizes, dim, whole=True)
         counts, leading = _counts(x, sizes, dim)
         if leading == 1:
-            flat = (x if on_host(x) else host_copy(x)).view(-1)
+            flat = self._local(x, reduces=True).view(-1)
         else:
-            flat = torch.cat([part.reshape(-1) for part in x.split(list(sizes), dim)]).cpu()
-        result = torch.empty(counts[self.rank], dtype=x.dtype)
+            parts = torch.cat([part.reshape(-1) for part in x.split(list(sizes), dim)])
+            flat = self._local(parts, reduces=True)
+        result = _room_beside(flat, counts[self.rank])
         if flat.numel():
             self._run(
                 self._number,
@@ -139,7 +141,7 @@ class Group(ABC):
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """The root's values on every rank, in place; returns `x`. Any dtype."""
         self._check_peer(root)
-        host = x if on_host(x) else host_copy(x) if self.rank == root else host_like(x)
+        host = self._local(x, read=self.rank == root)
         if x.numel():
             self._run(
                 self._number,
@@ -159,6 +161,33 @@ class Group(ABC):
         """For kernels that sum fp32 parts of `part_bytes` over the ranks themselves; None where `all_reduce`
         has to be called. The group is not used for anything else until the window is closed."""
         return None
+
+    def fuses_norm(self, rows: int, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether `fused_all_reduce_norm` serves `[rows, hidden]` tensors; the same on every rank."""
+        return False
+
+    def fused_all_reduce_norm(
+        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor | None:
+        """Add the ranks' sum of `partial` to `residual`, in place, and return its RMSNorm times `weight`, in
+        `out` if given; or None, with nothing done, where `all_reduce` and a norm are to be called.
+
+        partial, residual and out `[rows, hidden]`, weight `[hidden]`, contiguous and of one type. Values are
+        rounded where the separate steps round them. `partial` stays as it is.
+        """
+        return None
+
+    def prepare_sums(self) -> None:  # noqa: B027 (see NcclGroup)
+        """Measure and set up what makes small sums of GPU tensors fast. Collective; sums work without."""
+
+    def open_messages(self, routes: Sequence[tuple[int, int, int]]) -> None:  # noqa: B027 (see NcclGroup)
+        """Prepare for messages of tensors on a GPU on these routes: source, target, tag. Collective, with the
+        same routes on all ranks; messages work without, if slowly."""
+
+    def wait_device(self, event: Any) -> None:
+        """`event.synchronize()`, for a `torch.cuda.Event`. Meanwhile the ledger shows that this rank waits
+        for its device, which may wait for the group's other ranks."""
+        self._run(self._number, Operation.device_wait, 0, -1, False, event.synchronize)
 
     @abstractmethod
     def barrier(self) -> None:
@@ -273,10 +302,17 @@ class Group(ABC):
     def _free_memory(self) -> None:  # noqa: B027 (most backends hold nothing)
         """Give back what the backend holds besides the communicator; every rank is here."""
 
+    def _local(self, x: Tensor, reduces: bool = False, read: bool = True) -> Tensor:
+        """Contiguous `x`, or a copy of it where the backend can use that, or with read False just room
+        for one. reduces: for sums and maxima."""
+        if on_host(x):
+            return x
+        return host_copy(x) if read else host_like(x)
+
     def _reduce_in_place(self, x: Tensor, combine: Combine) -> Tensor:
         check_summable(x.dtype)
         if x.numel():
-            host = x if on_host(x) else host_copy(x)
+            host = self._local(x, reduces=True)
             self._reduce(host.view(-1), combine)
             if host is not x:
                 x.copy_(host)
@@ -322,6 +358,7 @@ class SingleGroup(Group):
     """A group of one rank: collectives return their argument."""
 
     backend = "single"
+    capturable = True
 
     def all_gather(self, x: Tensor, sizes: Sequence[int], dim: int = 0) -> Tensor:
         self._checked_dim(x, sizes, dim, whole=True)
@@ -374,12 +411,14 @@ def make_group(
     name: str = "group",
     ledger: Ledger | None = None,
     node_of_rank: Sequence[int] | None = None,
+    device: torch.device | None = None,
 ) -> Group:
     """The group of the ranks of `comm`, over a duplicate of it. Collective; give it back with `free()`.
 
     `backend`: "mpi"; "shm", for ranks on one node; "hierarchical", shm inside nodes and mpi between them (a
-    group that needs but one of the two has only that one); "auto", the same on CPUs. "nccl" is the place of
-    GPU collectives (a `Group` over one `cupy.cuda.nccl.NcclCommunicator`), refused until it is built.
+    group that needs but one of the two has only that one); "nccl", for ranks with a GPU each; "auto": nccl
+    where `device` is a GPU and NCCL can serve it, else as "hierarchical". `device`: what this rank's tensors
+    are on, of one kind for all ranks; None for a group that moves none of a GPU often.
     `ledger`: where to record what this rank does in the group. `node_of_rank`: a number for each rank, the
     same for those of a node, in place of the nodes that are found.
     Raises `UserError`, on every rank, for a backend that is unknown or cannot serve these ranks.
@@ -392,10 +431,11 @@ def make_group(
         raise UserError(
             f"communication backend: {backend!r} is unknown, expected one of {', '.join(BACKENDS)}"
         )
-    if backend == "nccl":
+    on_gpu = device is not None and device.type == "cuda"
+    if backend == "nccl" and not on_gpu:
         raise UserError(
-            "communication backend: 'nccl' is not built into this version; use 'mpi', which stages GPU "
-            "tensors through host memory, or 'auto'"
+            "communication backend: 'nccl' needs ranks with a GPU each, but they compute on the CPU; use "
+            "--device cuda, or --comm-backend auto"
         )
     meet(comm, f"the start of the {name} group", timeout_s)
     if comm.size == 1:
@@ -414,9 +454,18 @@ def make_group(
         group = ShmGroup(_own(comm), name, timeout_s)
     else:
         group = HierarchicalGroup(_own(comm), nodes, name, timeout_s)
+    if device is not None and on_gpu and backend in ("auto", "nccl"):
+        from spmd.comm.nccl_choice import over_nccl
+
+        group = over_nccl(group, nodes, device, required=backend == "nccl")
     if ledger is not None:
         group.record_in(ledger)
     return group
+
+
+def host_backend(backend: str) -> str:
+    """For a group whose tensors are in host memory, where those of others go by `backend`."""
+    return "auto" if backend == "nccl" else backend
 
 
 def _find_nodes(comm: MPI.Comm) -> list[int]:
@@ -441,6 +490,13 @@ def _run_unrecorded(
 
 def _own(comm: MPI.Comm) -> MPI.Intracomm:
     return cast(MPI.Intracomm, comm.Dup())
+
+
+def _room_beside(x: Tensor, count: int) -> Tensor:
+    """Uninitialised `[count]` where `x` is, pinned as it is."""
+    return torch.empty(
+        count, dtype=x.dtype, device=x.device, pin_memory=x.device.type == "cpu" and x.is_pinned()
+    )
 
 
 def _counts(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[list[int], int]:

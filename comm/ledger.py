@@ -42,7 +42,14 @@ ENTRY = struct.Struct(
 )  # number, packed place, number in the group, bytes, peer or root, 0, entered, left
 IDLE_BIT = 1 << 7
 _OTHERS_ARRIVE_S, _OTHERS_SPEAK_S = 0.2, 2.0
-_THROUGH = ("comm/group.py", "comm/pending.py", "comm/agree.py", "spmd/clock.py", "contextlib.py")
+_THROUGH = (
+    "comm/group.py",
+    "comm/nccl.py",
+    "comm/pending.py",
+    "comm/agree.py",
+    "spmd/clock.py",
+    "contextlib.py",
+)
 
 
 class Place(IntEnum):
@@ -77,6 +84,7 @@ class Operation:
     send: Final = 10
     recv: Final = 11
     kernel_reduce: Final = 12  # of a kernel, recorded only when it has to wait
+    device_wait: Final = 13  # the host waits for its GPU
 
 
 FIRST_UNNUMBERED = Operation.send  # these do not count in the numbers that ranks of a group have in common
@@ -98,6 +106,9 @@ class Ledger:
         self.rank = rank
         self.closed = False
         self.explain: Callable[[], str] | None = None  # says where all ranks are, for errors
+        self.checks: list[
+            Callable[[], str | None]
+        ] = []  # for a watchdog to call: what is broken, if anything
         start = HEAD_BYTES + slot * SLOT_BYTES
         self._slot = memoryview(self.memory)[start : start + SLOT_BYTES]
         self._words = self._slot.cast("q")

@@ -128,6 +128,10 @@ class Watchdog:
             self._show_stack()
         number, entered, left, idle = current_entry(ledger.memory, self._slot)
         waited_s = (time.monotonic_ns() - entered) / 1e9 if number and left == 0 else 0.0
+        for check in ledger.checks:
+            fault = check()
+            if fault is not None:
+                self._speak(Verdict((ledger.rank,), fault), f"rank {ledger.rank} cannot go on")
         verdict = self._find_gone(waited_s)
         if verdict is not None:
             if verdict.ranks == self._suspect:
