@@ -46,6 +46,8 @@ class QuantizedTensor:
     def dequantize(self) -> Tensor:
         """fp32 `[rows, columns]`: the plain form, oracle of the kernels that compute on the blocks."""
         rows, columns = self.shape
+        if not rows * columns:
+            return torch.empty(rows, columns, device=self.device)
         blocks = self.blocks.reshape(rows, columns // BLOCK, BLOCK_BYTES[self.kind])
         scale = blocks[..., :2].contiguous().view(torch.float16).float()
         if self.kind == "Q8_0":
@@ -67,6 +69,9 @@ class QuantizedTensor:
         rows, columns = matrix.shape
         if columns % BLOCK:
             raise ValueError(f"{columns} columns are not a multiple of {BLOCK}")
+        width = columns // BLOCK * BLOCK_BYTES[kind]
+        if not width * rows:  # a rank without heads
+            return QuantizedTensor(kind, torch.empty(rows, width, dtype=torch.uint8, device=matrix.device))
         groups = matrix.float().reshape(rows, columns // BLOCK, BLOCK)
         if kind == "Q8_0":
             scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
@@ -80,7 +85,7 @@ class QuantizedTensor:
             parts = [scale.view(torch.uint8), low.view(torch.uint8), packed]
         else:
             raise ValueError(f"kind {kind!r}: expected Q8_0 or Q4_1")
-        return QuantizedTensor(kind, torch.cat(parts, dim=-1).reshape(rows, -1))
+        return QuantizedTensor(kind, torch.cat(parts, dim=-1).reshape(rows, width))
 
 
 def _divided(groups: Tensor, scale: Tensor) -> Tensor:

@@ -102,6 +102,15 @@ def build(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) ->
     return model
 
 
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """The contents of config.json of the family's tiny model."""
+    import transformers
+
+    name, own = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**_COMMON, **own, **changes})
+    return config.to_dict()
+
+
 def reference_of(
     model: Any, path: Path, prompts: Sequence[Sequence[int]], steps: int = 0, max_length: int = 128
 ) -> Reference:
