@@ -237,16 +237,16 @@ __device__ void all_reduce_norm(const Regions& regions, int rank, u64 slot_bytes
 
 #define REGIONS char *r0, char *r1, char *r2, char *r3, char *r4, char *r5, char *r6, char *r7
 #define GATHERED Regions{{r0, r1, r2, r3, r4, r5, r6, r7}}
-#define KERNELS(KIND, NAME)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(1024)                                                       \
-        all_reduce_##NAME(REGIONS, int rank, u64 slot_bytes, Pack* x, int packs) {                           \
-        all_reduce<KIND>(GATHERED, rank, slot_bytes, x, packs);                                              \
-    }                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(1024) all_reduce_norm_##NAME(                               \
-        REGIONS, int rank, u64 slot_bytes, const Pack* partial, Pack* residual, const Pack* weight,          \
-        Pack* normed, int rows, int packs, float eps) {                                                      \
-        all_reduce_norm<KIND>(GATHERED, rank, slot_bytes, partial, residual, weight, normed, rows, packs,    \
-                              eps);                                                                          \
+// One block a multiprocessor will do: with registers for all of them, the loads of a sum are under way at once.
+#define ENTRY extern "C" __global__ void __launch_bounds__(1024, 1)
+#define KERNELS(KIND, NAME)                                                                               \
+    ENTRY all_reduce_##NAME(REGIONS, int rank, u64 slot_bytes, Pack* x, int packs) {                      \
+        all_reduce<KIND>(GATHERED, rank, slot_bytes, x, packs);                                           \
+    }                                                                                                     \
+    ENTRY all_reduce_norm_##NAME(REGIONS, int rank, u64 slot_bytes, const Pack* partial, Pack* residual,  \
+                                 const Pack* weight, Pack* normed, int rows, int packs, float eps) {      \
+        all_reduce_norm<KIND>(GATHERED, rank, slot_bytes, partial, residual, weight, normed, rows, packs, \
+                              eps);                                                                       \
     }
 
 KERNELS(FLOAT32, float32)
