@@ -7,10 +7,10 @@ import math
 import numpy as np
 from numba import carray, njit
 
+from spmd.layers.kernels.row_tiles import gelu_tanh_row, silu_row
 from spmd.layers.kernels.simd import (
     BFLOAT16,
     FLOAT32,
-    bits_to_f32,
     f32_pointer,
     i64_pointer,
     store_bf16,
@@ -20,24 +20,6 @@ from spmd.layers.kernels.simd import (
 SILU, GELU, GELU_TANH, RELU = 0, 1, 2, 3
 
 _FAST = {"reassoc", "contract", "nsz"}  # not nnan or ninf: those let a comparison with a NaN go any way
-_LOG2E = np.float32(math.log2(math.e))
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # Cody and Waite, 1980
-
-
-@njit(nogil=True, cache=True, fastmath=_FAST, inline="always")
-def _exp(x):  # type: ignore[no-untyped-def]
-    """e**x of one fp32 number, to 2 units in the last place, in operations that vectorize."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = np.floor(x * _LOG2E + np.float32(0.5))
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = np.float32(1.9875691500e-4)  # minimax polynomial of Cephes' expf (Moshier)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    return p * bits_to_f32((np.int32(n) + np.int32(127)) << np.int32(23))
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST)
@@ -84,30 +66,23 @@ def store_row(x: int, size: int, kind: int, out: int) -> None:
             store_f16(out + 2 * i, values[i])
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST)
-def activate(gate: int, up: int, size: int, activation: int, out: int) -> None:
-    """out = activation(gate) * up, one row."""
-    gates, ups, result = (
-        carray(f32_pointer(gate), size),
-        carray(f32_pointer(up), size),
-        carray(f32_pointer(out), size),
-    )
-    one = np.float32(1)
+@njit(nogil=True, cache=True)
+def activate(gate: int, up: int, size: int, activation: int) -> None:
+    """gate = activation(gate) * up, one row."""
+    gates, ups = carray(f32_pointer(gate), size), carray(f32_pointer(up), size)
     if activation == SILU:
-        for i in range(size):
-            result[i] = gates[i] / (one + _exp(-gates[i])) * ups[i]
+        silu_row(gate, up, size)
     elif activation == GELU_TANH:
-        for i in range(size):
-            g = gates[i]
-            inner = np.float32(1.5957691216057308) * (g + np.float32(0.044715) * g * g * g)
-            result[i] = g / (one + _exp(-inner)) * ups[i]  # (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y))
+        gelu_tanh_row(gate, up, size)
     elif activation == GELU:
         for i in range(size):
             g = gates[i]
-            result[i] = np.float32(0.5) * g * (one + np.float32(math.erf(g * 0.7071067811865476))) * ups[i]
+            gates[i] = (
+                np.float32(0.5) * g * (np.float32(1) + np.float32(math.erf(g * 0.7071067811865476))) * ups[i]
+            )
     else:
         for i in range(size):
-            result[i] = max(gates[i], np.float32(0)) * ups[i]
+            gates[i] = max(gates[i], np.float32(0)) * ups[i]
 
 
 @njit(nogil=True, cache=True)
@@ -116,26 +91,6 @@ def add_row(x: int, bias: int, size: int) -> None:
     values, terms = carray(f32_pointer(x), size), carray(f32_pointer(bias), size)
     for i in range(size):
         values[i] += terms[i]
-
-
-@njit(nogil=True, cache=True, fastmath=_FAST)
-def softmax(scores: int, first: int, last: int, width: int) -> None:
-    """Softmax of scores[first:last] in place; zero in the rest of the `width` places."""
-    row = carray(f32_pointer(scores), width)
-    highest = np.float32(-np.inf)
-    for i in range(first, last):
-        highest = max(highest, row[i])
-    total = np.float32(0)
-    for i in range(first, last):
-        row[i] = _exp(row[i] - highest)
-        total += row[i]
-    scale = np.float32(1) / total
-    for i in range(first):
-        row[i] = np.float32(0)
-    for i in range(first, last):
-        row[i] *= scale
-    for i in range(last, width):
-        row[i] = np.float32(0)
 
 
 @njit(nogil=True, cache=True)

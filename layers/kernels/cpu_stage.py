@@ -163,7 +163,7 @@ def _mlp_segment(run, layer, eps, out, thread, threads) -> None:  # type: ignore
         gate = run[GATED] + r * gated_bytes
         if layer[GATE_UP_BIAS]:
             add_row(gate, layer[GATE_UP_BIAS], 2 * inner)
-        activate(gate, gate + 4 * inner, inner, layer[ACTIVATION], gate)
+        activate(gate, gate + 4 * inner, inner, layer[ACTIVATION])
     meet_threads(barrier, threads)
     first, last = share(hidden, thread, threads, 16)
     matmul_columns(

@@ -76,19 +76,24 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
-def horizontal_sum(builder: Any, vector: Any) -> Any:
-    """Sum of the lanes, by halves."""
+def horizontal(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """The lanes combined to one number, by halves."""
     width = vector.type.count
     while width > 1:
         half = width // 2
         low = ir.Constant(ir.VectorType(I32, half), list(range(half)))
         high = ir.Constant(ir.VectorType(I32, half), list(range(half, width)))
         undefined = ir.Constant(vector.type, ir.Undefined)
-        vector = builder.fadd(
+        vector = combine(
             builder.shuffle_vector(vector, undefined, low), builder.shuffle_vector(vector, undefined, high)
         )
         width = half
     return builder.extract_element(vector, ir.Constant(I32, 0))
+
+
+def horizontal_sum(builder: Any, vector: Any) -> Any:
+    """Sum of the lanes, by halves."""
+    return horizontal(builder, vector, builder.fadd)
 
 
 def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
@@ -144,7 +149,6 @@ store_f16 = _define(types.void, (types.int64, types.float32), _store_f16)
 load_i64 = _define(
     types.int64, (types.int64,), lambda builder, args: builder.load(pointer(builder, args[0], I64), align=8)
 )
-bits_to_f32 = _define(types.float32, (types.int32,), lambda builder, args: builder.bitcast(args[0], FLOAT))
 f32_pointer = _define(
     types.CPointer(types.float32), (types.int64,), lambda builder, args: pointer(builder, args[0], FLOAT)
 )

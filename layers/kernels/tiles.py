@@ -105,18 +105,16 @@ def _weighted_body(rows: int, vectors: int, kind: int) -> Callable[[Any, list[An
                 pointer(builder, builder.add(slots, builder.mul(loop.index, i64(8))), I64), align=8
             )
             base = builder.add(values, builder.mul(slot, slot_bytes))
-            held = [
-                load_wide(builder, builder.add(base, i64(v * LANES * item)), kind, vectors > 0)
-                for v in range(width)
-            ]
             offset = builder.mul(loop.index, i64(4))
+            weights = []
             for r in range(rows):
                 row = builder.add(builder.add(p, builder.mul(p_stride, i64(r))), offset)
                 weight = load_wide(builder, row, FLOAT32, False)
-                if vectors:
-                    weight = splat(builder, weight)
-                for v in range(width):
-                    builder.store(fma(builder, weight, held[v], builder.load(sums[r, v])), sums[r, v])
+                weights.append(splat(builder, weight) if vectors else weight)
+            for v in range(width):  # 12 sums, 3 weights and one of these: all 16 registers
+                held = load_wide(builder, builder.add(base, i64(v * LANES * item)), kind, vectors > 0)
+                for r in range(rows):
+                    builder.store(fma(builder, weights[r], held, builder.load(sums[r, v])), sums[r, v])
         for r, v in cells:
             offset = builder.add(builder.mul(out_stride, i64(r)), i64(4 * v * LANES))
             element = VECTOR if vectors else FLOAT

@@ -6,11 +6,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numba import njit
 
 from spmd.layers.attention import Attention, AttentionBatch, SequenceSpan
 from spmd.layers.kernels.cpu_attention import attend, scratch_bytes
 from spmd.layers.kernels.cpu_matmul import matmul_columns
-from spmd.layers.kernels.cpu_rows import GELU, GELU_TANH, RELU, SILU, activate, rms_norm, rotate, store_row
+from spmd.layers.kernels.cpu_rows import (
+    GELU,
+    GELU_TANH,
+    RELU,
+    SILU,
+    activate,
+    rms_norm,
+    rotate,
+    store_row,
+)
+from spmd.layers.kernels.row_tiles import softmax
 from spmd.layers.kernels.simd import KINDS
 from spmd.layers.rotary import apply_rotary
 
@@ -18,7 +29,7 @@ DTYPES = list(KINDS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 6, 17])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 6, 17, 61])
 @pytest.mark.parametrize(
     ("columns", "inner"), [(1, 1), (5, 7), (37, 61), (16, 64), (33, 4100), (3, 0), (0, 8)]
 )
@@ -53,7 +64,7 @@ def test_matmul_of_any_shape(dtype: torch.dtype, rows: int, columns: int, inner:
         ([0, 0, 0, 1, 1, 1, 2, 2, 2], 64, None, [(1, 5), (1, 100), (1, 33), (7, 20), (40, 40)]),
         ([0, 0, 1], 80, 9, [(1, 5), (1, 100), (1, 1), (13, 33), (30, 30)]),  # a straddled KV head, a window
         ([0] * 7, 33, None, [(1, 1), (1, 77), (3, 3)]),
-        ([0, 1, 2, 3], 128, 16, [(1, 1), (1, 77), (3, 300)]),
+        ([0, 1, 2, 3], 128, 16, [(1, 1), (1, 77), (3, 200), (60, 290)]),
         ([0] * 16, 8, 1, [(1, 50), (20, 20)]),
     ],
 )
@@ -123,10 +134,30 @@ def test_rows(size: int) -> None:
         RELU: F.relu,
     }
     gate = torch.cat([x, torch.tensor([0.0, -0.0, 90.0, -90.0, 1e4, -1e4])])
-    up, out = torch.randn(gate.numel()), torch.empty(gate.numel())
+    up = torch.randn(gate.numel())
     for kind, reference in references.items():
-        activate(gate.data_ptr(), up.data_ptr(), gate.numel(), kind, out.data_ptr())
+        out = gate.clone()
+        activate(out.data_ptr(), up.data_ptr(), out.numel(), kind)
         torch.testing.assert_close(out, reference(gate) * up, rtol=1e-5, atol=1e-6)
+
+
+@njit
+def softmax_row(scores: int, first: int, last: int, width: int) -> None:
+    softmax(scores, first, last, width)
+
+
+def test_softmax() -> None:
+    torch.manual_seed(0)
+    for x in (torch.randn(300) * 20, -torch.rand(77) - 1e30, torch.full((9,), -3e38), torch.randn(1)):
+        out, inside = x.clone(), slice(x.numel() // 3, x.numel() - x.numel() // 5)
+        softmax_row(out.data_ptr(), inside.start, inside.stop, x.numel())
+        want = torch.zeros_like(x)
+        want[inside] = x[inside].softmax(0)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-7)
+    broken = torch.randn(100)
+    broken[17] = float("nan")
+    softmax_row(broken.data_ptr(), 0, 100, 100)
+    assert broken.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
