@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -156,7 +157,7 @@ class DecodeGraphs:
         self._steps: dict[int, tuple[list[Tensor], Callable[[], None]]] = {}
         # The largest first: what the others need then fits into the memory it has taken.
         for size in reversed(self.sizes):
-            self._steps[size] = capture.record(lambda size=size: self._work(size))  # type: ignore[misc]
+            self._steps[size] = capture.record(partial(self._work, size))
             recorded()
 
     def size_for(self, host: HostBatch) -> int | None:
