@@ -79,11 +79,16 @@ class NcclGroup(Group):
         group._check()
         return group
 
-    def prepare_sums(self) -> None:
-        """Have small sums done by a one-shot kernel, if it is right and up to the size where it is faster."""
+    def prepare_sums(self, threads: int = 512) -> None:
+        """Have small sums done by a one-shot kernel, if it is right and up to the size where it is faster.
+
+        threads: of a block of the kernel.
+        """
         if self.one_shot is not None:
             return
-        self.one_shot, why_not = open_one_shot(self._host, self._library, self.device, self._all_reduce)
+        self.one_shot, why_not = open_one_shot(
+            self._host, self._library, self.device, self._all_reduce, threads=threads
+        )
         if why_not and self.rank == 0:
             _LOG.info("sums of the %s group are NCCL's at every size: %s", self.name, why_not)
 
