@@ -6,7 +6,7 @@ nothing, and no pointer is checked. `kind` numbers the types that weights and ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -94,6 +94,44 @@ def horizontal(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) ->
 def horizontal_sum(builder: Any, vector: Any) -> Any:
     """Sum of the lanes, by halves."""
     return horizontal(builder, vector, builder.fadd)
+
+
+def horizontal_sums(builder: Any, vectors: Sequence[Any]) -> list[Any]:
+    """Sums over the lanes of up to LANES vectors, as numbers: several at a time, by shuffles and additions.
+
+    Two vectors become one whose lanes hold half as many parts of each sum, until a lane is a sum.
+    """
+    level = [(vector, [number] * LANES) for number, vector in enumerate(vectors)]
+    parts = LANES  # lanes that a sum is spread over
+    while parts > 1:
+        pairs = zip(level[::2], level[1::2] + ([level[-1]] if len(level) % 2 else []))
+        level = [_fold(builder, left, right, parts) for left, right in pairs]
+        parts //= 2
+    found: dict[int, Any] = {}
+    for vector, owners in level:
+        for lane, number in enumerate(owners):
+            if number not in found:
+                found[number] = builder.extract_element(vector, ir.Constant(I32, lane))
+    return [found[number] for number in range(len(vectors))]
+
+
+def _fold(builder: Any, left: Any, right: Any, parts: int) -> tuple[Any, list[int]]:
+    (a, a_owners), (b, b_owners) = left, right
+    half = parts // 2
+    starts = range(0, LANES, parts)
+    low = [start + i for start in starts for i in range(half)]
+    if parts > 4:
+        picks = low + [LANES + place for place in low]
+    else:  # inside groups of four lanes, between which moving costs most
+        picks = []
+        for group in range(0, LANES, 4):
+            inside = [place for place in low if group <= place < group + 4]
+            picks += inside + [LANES + place for place in inside]
+    first = ir.Constant(ir.VectorType(I32, LANES), picks)
+    second = ir.Constant(ir.VectorType(I32, LANES), [place + half for place in picks])
+    owners = a_owners + b_owners
+    summed = builder.fadd(builder.shuffle_vector(a, b, first), builder.shuffle_vector(a, b, second))
+    return summed, [owners[place] for place in picks]
 
 
 def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:

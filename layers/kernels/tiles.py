@@ -18,6 +18,7 @@ from spmd.layers.kernels.native import compile_functions
 from spmd.layers.kernels.simd import (
     FLOAT,
     FLOAT32,
+    I32,
     I64,
     ITEM_BYTES,
     KINDS,
@@ -25,7 +26,7 @@ from spmd.layers.kernels.simd import (
     VECTOR,
     ZERO_VECTOR,
     fma,
-    horizontal_sum,
+    horizontal_sums,
     i64,
     load_wide,
     pointer,
@@ -73,19 +74,31 @@ def _dot_body(rows: int, columns: int, kind: int) -> Callable[[Any, list[Any]], 
             with cgutils.for_range(builder, left) as loop:
                 step(builder.add(done, builder.mul(loop.index, i64(LANES))), sums[0], True)
             done = builder.add(done, builder.mul(left, i64(LANES)))
-        with cgutils.for_range(builder, builder.sub(k, done)) as loop:
-            step(builder.add(done, loop.index), rest, False)
-
+        totals = {}
+        for cell in cells:
+            total = builder.load(sums[0][cell])
+            for into in sums[1:]:
+                total = builder.fadd(total, builder.load(into[cell]))
+            totals[cell] = cgutils.alloca_once_value(builder, total)
+            builder.store(total, totals[cell])
+        rest_count = builder.sub(k, done)
+        with builder.if_then(builder.icmp_signed(">", rest_count, i64(0)), likely=False):
+            with cgutils.for_range(builder, rest_count) as loop:
+                step(builder.add(done, loop.index), rest, False)
+            for cell in cells:
+                alone = builder.insert_element(ZERO_VECTOR, builder.load(rest[cell]), ir.Constant(I32, 0))
+                builder.store(builder.fadd(builder.load(totals[cell]), alone), totals[cell])
+        results: dict[tuple[int, int], Any] = {}
+        for start in range(0, len(cells), LANES):
+            group = cells[start : start + LANES]
+            found = horizontal_sums(builder, [builder.load(totals[cell]) for cell in group])
+            results |= dict(zip(group, found))
         adding = builder.icmp_signed("!=", add, i64(0))
         for r, c in cells:
-            vector = builder.load(sums[0][r, c])
-            for into in sums[1:]:
-                vector = builder.fadd(vector, builder.load(into[r, c]))
-            total = builder.fadd(horizontal_sum(builder, vector), builder.load(rest[r, c]))
             offset = builder.add(builder.mul(out_stride, i64(r)), i64(4 * c))
             address = pointer(builder, builder.add(out, offset), FLOAT)
             before = builder.select(adding, builder.load(address, align=4), ir.Constant(FLOAT, 0.0))
-            builder.store(builder.fadd(before, total), address, align=4)
+            builder.store(builder.fadd(before, results[r, c]), address, align=4)
 
     return emit
 
