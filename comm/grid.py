@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from mpi4py import MPI
 
+from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
-from spmd.comm.group import DEFAULT_TIMEOUT_S, Group, make_group
+from spmd.comm.group import DEFAULT_TIMEOUT_S, Group, host_backend, make_group
 from spmd.comm.ledger import Ledger
 from spmd.comm.waiting import meet
 
@@ -55,7 +59,8 @@ class Grid:
 
     Rank order is TP fastest, then PP, then DP: `rank = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank`,
     so a TP group sits on neighbouring ranks. `replica` holds the pp x tp ranks of one model copy, in
-    that order; `node` the ranks that share this rank's memory.
+    that order; `node` the ranks that share this rank's memory. `device` is the rank's own; tensors on it
+    travel in `tp` and `pp`, while the other groups carry what is in host memory.
     """
 
     def __init__(self, *, world: Group, tp: Group, pp: Group, dp: Group, replica: Group, node: Group) -> None:
@@ -65,6 +70,7 @@ class Grid:
         self.dp = dp
         self.replica = replica
         self.node = node
+        self.device = torch.device("cpu")
         self.ledger: Ledger | None = None
 
     @classmethod
@@ -77,37 +83,53 @@ class Grid:
         backend: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         ledger: Ledger | None = None,
+        take_device: Callable[[Group], torch.device] | None = None,
     ) -> Grid:
         """Split `comm` (which stays the caller's) into a grid. Collective.
 
-        `backend`, `timeout_s` and `ledger` as in `make_group`; `free` closes the ledger. Raises `UserError`
-        on every rank when the world does not factor or the backend cannot serve it.
+        `backend`, `timeout_s` and `ledger` as in `make_group`; `free` closes the ledger. `take_device` binds
+        this rank to its device, given the node's group, before any group uses it; without, that is the CPU.
+        Raises `UserError` on every rank when the world does not factor, a rank gets no device, or the backend
+        cannot serve it.
         """
         _, stages, shards = factor_world(comm.size, tp, pp, dp)
         meet(comm, "the grid of ranks", timeout_s)
         base = comm.Dup()
 
-        def split(name: str, color: int) -> Group:
+        device = torch.device("cpu")
+        host = host_backend(backend)
+
+        def split(name: str, color: int, moves_device_tensors: bool = False) -> Group:
             part = base.Split(color, base.rank)
-            group = make_group(part, backend, timeout_s, name, ledger)
+            if moves_device_tensors:
+                group = make_group(part, backend, timeout_s, name, ledger, device=device)
+            else:
+                group = make_group(part, host, timeout_s, name, ledger)
             part.Free()
             return group
 
         replica, place = divmod(base.rank, stages * shards)
         stage, shard = divmod(place, shards)
         try:
-            world = make_group(base, backend, timeout_s, "world", ledger)
-            node = base.Split_type(MPI.COMM_TYPE_SHARED, base.rank)
+            world = make_group(base, host, timeout_s, "world", ledger)
+            part = base.Split_type(MPI.COMM_TYPE_SHARED, base.rank)
+            node = make_group(part, host, timeout_s, "node", ledger)
+            part.Free()
+            if take_device is not None:
+                device = _agree_on_device(world, node, take_device)
             grid = cls(
                 world=world,
-                tp=split("tp", replica * stages + stage),
-                pp=split("pp", replica * shards + shard),
+                tp=split("tp", replica * stages + stage, moves_device_tensors=True),
+                pp=split("pp", replica * shards + shard, moves_device_tensors=True),
                 dp=split("dp", place),
                 replica=split("replica", replica),
-                node=make_group(node, backend, timeout_s, "node", ledger),
+                node=node,
             )
+            grid.device = device
             grid.ledger = ledger
-            node.Free()
+            if backend == "auto":
+                with agreed(world):
+                    grid.tp.prepare_sums()
         finally:
             base.Free()
         return grid
@@ -170,3 +192,18 @@ class Grid:
     def __str__(self) -> str:
         axes = ", ".join(f"{group.name} {group.rank}/{group.size}" for group in (self.dp, self.pp, self.tp))
         return f"rank {self.rank}/{self.size}: {axes}, node {self.node_rank}/{self.node_size}"
+
+
+def _agree_on_device(world: Group, node: Group, take_device: Callable[[Group], torch.device]) -> torch.device:
+    device = torch.device("cpu")
+    with agreed(world):
+        device = take_device(node)
+    kinds = world.all_gather_objects(device.type)
+    if len(set(kinds)) > 1:
+        bare = kinds.index("cpu")
+        other = next(rank for rank, kind in enumerate(kinds) if kind != "cpu")
+        raise UserError(
+            f"--device: rank {other} computes on a GPU, but rank {bare} on the CPU, as its node shows it "
+            "none; start the ranks on nodes that are alike, or use --device cpu"
+        )
+    return device

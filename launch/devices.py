@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from spmd.comm.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from spmd.comm.group import Group
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -128,4 +131,26 @@ def take_device(node: Group, wanted: str = "auto", share: bool = False) -> str:
     if card is None:
         return "cpu"
     torch.cuda.set_device(card)
+    _bind_cupy(card)
     return f"cuda:{card}"
+
+
+def device_taker(wanted: str = "auto", share: bool = False) -> Callable[[Group], torch.device]:
+    """`take_device` as `Grid.create` calls it."""
+    import torch
+
+    return lambda node: torch.device(take_device(node, wanted, share))
+
+
+def _bind_cupy(card: int) -> None:
+    """Make the card CuPy's, too, where it is installed: NCCL communicators and kernels go where it says."""
+    if importlib.util.find_spec("cupy") is None:
+        return
+    from spmd.comm.nccl_library import find_library
+
+    find_library()  # loads NCCL first, which CuPy looks for when it is imported
+    try:
+        import cupy
+    except Exception:  # it may fail in many ways; whoever needs it says why
+        return
+    cupy.cuda.Device(card).use()

@@ -19,6 +19,7 @@ from spmd.collect import OutputCollector
 from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
 from spmd.launch.abort import install_excepthook
+from spmd.launch.devices import device_taker
 from spmd.launch.launcher import find_launch, local_rank_warning, require_whole_world
 from spmd.launch.leaving import install_exit_hook
 from spmd.launch.placement import find_places
@@ -95,7 +96,13 @@ class LLM:
 
             self.options = options = plan_options(options, comm)
         self.grid = start_grid(
-            comm, options.tp, options.pp, options.dp, options.comm_backend, options.timeout_s
+            comm,
+            options.tp,
+            options.pp,
+            options.dp,
+            options.comm_backend,
+            options.timeout_s,
+            device_taker(options.device, options.share_devices),
         )
         self._check_places(comm)
         _LOG.info("%s, on %s", self.grid, socket.gethostname())

@@ -32,7 +32,7 @@ def plan_options(options: EngineOptions, comm: MPI.Comm) -> EngineOptions:
     Rank 0 prints the choice and its reason on stderr. Raises `UserError` on every rank when no grid fits.
     """
     from spmd.calibrate import QUICK
-    from spmd.comm.group import make_group
+    from spmd.comm.group import host_backend, make_group
     from spmd.launch.leaving import assemble
 
     if options.pp_split is not None and options.pp is None:
@@ -44,7 +44,7 @@ def plan_options(options: EngineOptions, comm: MPI.Comm) -> EngineOptions:
         return options  # nothing to choose, or sizes that the grid refuses
     assemble(comm, options.timeout_s)
     began = time.perf_counter()
-    world = make_group(comm, options.comm_backend, options.timeout_s, "planning")
+    world = make_group(comm, host_backend(options.comm_backend), options.timeout_s, "planning")
     config, name, dtype = _read_model(options, world)
     shape = ModelShape.from_config(config, name)
     found, width = find_cluster(comm, world, options)
@@ -99,6 +99,7 @@ def measure_cluster(
     """`found` with its speeds, measured with models of `config`'s kind. Collective."""
     from spmd.calibrate import measure_compute, small_models
     from spmd.comm.grid import Grid
+    from spmd.launch.devices import device_taker
     from spmd.launch.pingpong import measure_links, node_numbers, typical
 
     ranks = cast("MPI.Intracomm", comm)
@@ -111,7 +112,8 @@ def measure_cluster(
     sizes = [tp for tp in range(1, per_node + 1) if per_node % tp == 0 and options.tp in (None, tp)]
     measured: dict[int, Compute] = {}
     for tp in sizes or [options.tp or 1]:  # none where a TP group over several nodes was asked for
-        grid = Grid.create(comm, tp, 1, None, options.comm_backend, options.timeout_s)
+        taker = device_taker(options.device, options.share_devices)
+        grid = Grid.create(comm, tp, 1, None, options.comm_backend, options.timeout_s, take_device=taker)
         with small_models(grid, config, dtype, effort.memory) as models:
             measured[grid.tp_size] = measure_compute(models, grid, options, effort)
         grid.free()
