@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from spmd.comm.partition import Partition
 from spmd.layers.kernels.matmul import linear
-from spmd.layers.quantized import Weight, stack_rows
+from spmd.layers.quantized import Weight, cat_rows, stack_rows
 from spmd.layers.weights import Piece, Placement, Weights
 
 
@@ -33,7 +32,7 @@ class ColumnParallelLinear:
                     placement.load(weights, piece.name + ".bias", (piece.full_rows,), (piece.rows,))
                 )
         self.weight = stack_rows(parts, placement.dtype)
-        self.bias = torch.cat(biases) if bias else None
+        self.bias = cat_rows(biases) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

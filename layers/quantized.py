@@ -70,7 +70,7 @@ class QuantizedTensor:
         if columns % BLOCK:
             raise ValueError(f"{columns} columns are not a multiple of {BLOCK}")
         width = columns // BLOCK * BLOCK_BYTES[kind]
-        if not width * rows:  # a rank without heads
+        if matrix.is_meta or not width * rows:  # a dry run; a rank without heads
             return QuantizedTensor(kind, torch.empty(rows, width, dtype=torch.uint8, device=matrix.device))
         groups = matrix.float().reshape(rows, columns // BLOCK, BLOCK)
         if kind == "Q8_0":
@@ -102,10 +102,19 @@ def stack_rows(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
         return parts[0]
     blocks = [part for part in parts if isinstance(part, QuantizedTensor)]
     if len(blocks) == len(parts) and len({part.kind for part in blocks}) == 1:
-        return QuantizedTensor(blocks[0].kind, torch.cat([part.blocks for part in blocks]))
-    return torch.cat([as_plain(part, dtype) for part in parts])
+        return QuantizedTensor(blocks[0].kind, cat_rows([part.blocks for part in blocks]))
+    return cat_rows([as_plain(part, dtype) for part in parts])
+
+
+def cat_rows(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat`, also on the meta device, where that one would import much of torch for two seconds."""
+    if parts[0].is_meta:
+        return parts[0].new_empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+    return torch.cat(list(parts))
 
 
 def as_plain(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The matrix as a tensor of numbers of `dtype`."""
+    if isinstance(weight, QuantizedTensor) and weight.blocks.is_meta:
+        return weight.blocks.new_empty(weight.shape, dtype=dtype)
     return weight.dequantize().to(dtype) if isinstance(weight, QuantizedTensor) else weight

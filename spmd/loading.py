@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from mpi4py import MPI
 
 from spmd.block_pool import BLOCK_SIZE, BlockPool
-from spmd.checkpoint.open import Checkpoint, open_checkpoint
-from spmd.checkpoint.resolve import resolve_model
-from spmd.checkpoint.weights import ExpectedWeights, WeightReader, check_complete
+from spmd.building import build_stages
 from spmd.clock import Clock, MeasuredGroup, StepClock
 from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
 from spmd.comm.grid import Grid
-from spmd.comm.group import Group, make_group
-from spmd.comm.partition import Partition
+from spmd.comm.group import Group
 from spmd.config import ModelConfig
 from spmd.engine import Engine
 from spmd.frontend import Frontend
@@ -29,19 +24,17 @@ from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
 from spmd.launch.devices import take_device
 from spmd.launch.timers import set_fine_sleeps
-from spmd.layers.quantized import BLOCK_BYTES, QUANTIZE
+from spmd.layers.quantized import QUANTIZE
 from spmd.layers.weights import Placement
 from spmd.memory import available_bytes, choose_num_blocks, memory_advice, working_bytes
-from spmd.models.decoder import HEAD, ModelPartitions, StageModel
-from spmd.models.stages import split_layers
+from spmd.models.decoder import ModelPartitions
+from spmd.opening import open_model
 from spmd.options import EngineOptions
 from spmd.pipeline import Pipeline
-from spmd.progress import ReportedWeights
 from spmd.sampler import Sampler
 from spmd.scheduler import Scheduler
 from spmd.text.tokenizer import Tokenizer, load_tokenizer
 
-_FEWER_WEIGHTS = "use more ranks (--tp, --pp) or fewer bits (--quantize int8)"
 _LESS_CACHE = "lower --kv-memory, --max-running or --max-model-len"
 _FEWER_SEQUENCES = "lower --max-running or --kv-memory, or use --cuda-graphs off"
 
@@ -64,27 +57,18 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
     set_fine_sleeps()
     with agreed(grid.world):
         device = torch.device(take_device(grid.node, options.device, options.share_devices))
-    path = _resolve(options.model, grid)
+    model = open_model(options, grid)
+    checkpoint, config, parts = model.checkpoint, model.config, model.parts
+    path = checkpoint.path
     with agreed(grid.world):
-        checkpoint = open_checkpoint(path)
-        config = ModelConfig.from_dict(checkpoint.config, checkpoint.generation_config)
-    stored_head = HEAD in set(checkpoint.source.names())
+        dtype = _dtype(options.dtype, config.dtype)
+        # Before the weights, which take long, are read.
+        tokenizer = load_tokenizer(path, checkpoint.gguf_metadata) if grid.world.rank == 0 else None
     clock, tp = Clock(), grid.tp
     if options.report:
         clock = step_clock = StepClock()
         if grid.tp_size > 1:
             tp = cast(Group, MeasuredGroup(grid.tp, step_clock))
-    with agreed(grid.world):
-        names = checkpoint.source.names()
-        keep_blocks = options.dtype == "auto" and any(
-            checkpoint.source.dtype_name(name) in BLOCK_BYTES for name in names
-        )
-        in_blocks = keep_blocks or options.quantize is not None
-        parts = ModelPartitions.build(config, grid.tp_size, _stages(options, grid, config), in_blocks)
-        if grid.world.rank == 0:
-            for warning in _check_tensors(config, checkpoint, stored_head):
-                print(f"spmd: warning: {warning}", file=sys.stderr)
-        dtype = _dtype(options.dtype, config.dtype)
     with agreed(grid.world):
         tools = find_tools(options, device, tp)
     compiled = device.type == "cpu" and options.kernels == "auto" and tools is None
@@ -97,18 +81,13 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
         device,
         tp,
         team,
-        keep_blocks and (team is not None or tools is not None),
+        model.keep_blocks and (team is not None or tools is not None),
         kind,
         tools.kernels if tools is not None else None,
         tools.overlap if tools is not None else None,
     )
-    with agreed(grid.world), memory_advice("weights were loaded", _FEWER_WEIGHTS):
-        weights = ReportedWeights(WeightReader(checkpoint.source), shown=grid.world.rank == 0)
-        mine = range(grid.pp_rank, parts.layers.parts, grid.pp_size)
-        stages = [StageModel(config, parts, stage, placement, weights, stored_head) for stage in mine]
-        weights.close()
-        tokenizer = load_tokenizer(path, checkpoint.gguf_metadata) if grid.world.rank == 0 else None
-        sent = (tokenizer.to_state(), tokenizer.size) if tokenizer is not None else (None, config.vocab_size)
+    stages = build_stages(model, grid, placement)
+    sent = (tokenizer.to_state(), tokenizer.size) if tokenizer is not None else (None, config.vocab_size)
     checkpoint.close()
     state, known_ids = grid.world.broadcast_object(sent)
     recorded = tools is not None and tools.capture is not None
@@ -138,15 +117,6 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
     return LoadedModel(path, config, engine, frontend, max_model_len)
 
 
-def _stages(options: EngineOptions, grid: Grid, config: ModelConfig) -> Partition:
-    if options.pp_interleave > 1 and grid.pp_size == 1:
-        raise UserError(
-            f"--pp-interleave {options.pp_interleave}: it needs at least 2 pipeline stages (--pp)"
-        )
-    counts = list(options.pp_split) if options.pp_split else None
-    return split_layers(config, grid.pp_size, options.pp_interleave, counts)
-
-
 class _TokenizerOnDemand:
     """Builds the tokenizer that rank 0 sent when this rank first needs text, and keeps it."""
 
@@ -158,44 +128,6 @@ class _TokenizerOnDemand:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_state(self._state)
         return self._tokenizer
-
-
-def _resolve(model: str | None, grid: Grid) -> Path:
-    path = None
-    with agreed(grid.world):
-        if grid.world.rank == 0:
-            path = resolve_model(model)
-    return Path(grid.world.broadcast_object(path))
-
-
-def _check_tensors(config: ModelConfig, checkpoint: Checkpoint, stored_head: bool) -> list[str]:
-    """Compare the checkpoint with every tensor the model needs, found by a dry run of its construction."""
-    if not stored_head and not config.tie_word_embeddings:
-        raise UserError(
-            f"{checkpoint.path}: tensor {HEAD} is missing, and the config does not tie it to the embedding"
-        )
-    expected = ExpectedWeights()
-    alone = ModelPartitions.build(config, 1, Partition.even(config.num_layers, 1))
-    nowhere = Placement(torch.float32, torch.device("meta"), make_group(MPI.COMM_SELF))
-    StageModel(config, alone, 0, nowhere, expected, stored_head)
-    warnings = check_complete(expected.shapes, checkpoint.source)
-    if stored_head and config.tie_word_embeddings and _heads_differ(checkpoint):
-        warnings.append(
-            f"{checkpoint.path}: the config ties {HEAD} to the embedding, but another is stored; it is used"
-        )
-    return warnings
-
-
-def _heads_differ(checkpoint: Checkpoint) -> bool:
-    from spmd.models.decoder import EMBEDDING
-
-    rows = checkpoint.source.shape(HEAD)[0]
-    step = 8192
-    for start in range(0, rows, step):
-        index = (slice(start, min(rows, start + step)), slice(0, checkpoint.source.shape(HEAD)[1]))
-        if not torch.equal(checkpoint.source.read(HEAD, index), checkpoint.source.read(EMBEDDING, index)):
-            return True
-    return False
 
 
 def _dtype(wanted: str, stored: str | None) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,17 +21,40 @@ if TYPE_CHECKING:
     from spmd.llm import LLM
 
 
-class ReportedWeights:
-    """Weights that show, on a terminal, how much has been read and how fast."""
+class LoadProgress:
+    """A bar over the bytes that all ranks read of the checkpoint, and their rate; on a terminal only."""
 
-    def __init__(self, weights: Weights, shown: bool) -> None:
+    def __init__(self, shown: bool) -> None:
         from tqdm import tqdm
 
-        self._weights = weights
         disable = not (shown and sys.stderr.isatty())
         self._bar = tqdm(
             desc="weights", unit="B", unit_scale=True, file=sys.stderr, disable=disable, leave=False
         )
+
+    def total(self, size: int) -> None:
+        """How many bytes there will be."""
+        self._bar.total = size
+
+    def update(self, size: int) -> None:
+        """So many more bytes have been read."""
+        self._bar.update(size)
+
+    def __enter__(self) -> LoadProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+
+class ReportedWeights:
+    """Weights that tell `on_read` the bytes of all that is got from them."""
+
+    def __init__(self, weights: Weights, on_read: Callable[[int], object]) -> None:
+        self._weights = weights
+        self._on_read = on_read
 
     def get(
         self,
@@ -40,18 +64,15 @@ class ReportedWeights:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         tensor = self._weights.get(name, shape, index, dtype)
-        self._bar.update(tensor.nbytes)
+        self._on_read(tensor.nbytes)
         return tensor
 
     def get_blocks(
         self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] | None = None
     ) -> QuantizedTensor | None:
         blocks = self._weights.get_blocks(name, shape, index)
-        self._bar.update(blocks.nbytes if blocks is not None else 0)
+        self._on_read(blocks.nbytes if blocks is not None else 0)
         return blocks
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 class RunProgress:

@@ -31,6 +31,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--raw", action="store_true", help="continue the prompt as it is, without the chat template"
     )
     work.add_argument("--system", metavar="TEXT", help="system message that goes before each --prompt")
+    work.add_argument(
+        "--save-sharded", metavar="DIR", help="only write a copy of the model, cut for this --tp and --pp"
+    )
     work.add_argument("--input", metavar="FILE.jsonl", help="requests in the OpenAI Batch form")
     work.add_argument(
         "--output", metavar="FILE.jsonl", help="their answers; finished ones are kept on a rerun"
@@ -111,8 +114,11 @@ def main(arguments: list[str] | None = None, watch: SignalWatch | None = None) -
     from spmd.options import EngineOptions
 
     args = build_parser().parse_args(arguments)
-    if bool(args.prompt) == bool(args.input):
-        raise UserError("give either --prompt TEXT or --input FILE.jsonl (see python -m spmd.run --help)")
+    if sum(map(bool, (args.prompt, args.input, args.save_sharded))) != 1:
+        raise UserError(
+            "give either --prompt TEXT or --input FILE.jsonl, or --save-sharded DIR (see python -m spmd.run "
+            "--help)"
+        )
     if args.input and not args.output:
         raise UserError("--input needs --output FILE.jsonl for the answers")
     if not args.stop_grace >= 0:
@@ -146,6 +152,10 @@ def main(arguments: list[str] | None = None, watch: SignalWatch | None = None) -
         timeout_s=args.timeout,
     )
     _set_up_logs(args)
+    if args.save_sharded:
+        from spmd.save_sharded import save_model
+
+        return save_model(options, args.save_sharded)
     if args.input:
         from spmd.run_batch import run_batch
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from spmd.checkpoint.gguf_file import GGUFTensorInfo
 from spmd.checkpoint.gguf_metadata import GGUFMetadata
 from spmd.checkpoint.gguf_names import ROPE_FACTORS, heads_to_unpermute, hf_name
 from spmd.checkpoint.gguf_split import read_gguf_parts
-from spmd.checkpoint.source import Bounds, Index, TensorSource, bounds_shape, slice_bounds
+from spmd.checkpoint.source import Index, TensorSource, bounds_shape, slice_bounds
+from spmd.checkpoint.stored import Part, StoredTensor, stored_rows
 from spmd.comm.errors import UserError
 from spmd.layers.quantized import BLOCK, BLOCK_BYTES, QuantizedTensor
 
@@ -72,6 +74,13 @@ class GGUFSource(TensorSource):
     def file_of(self, name: str) -> str:
         return str(self._tensors[name].file)
 
+    def stored(self, name: str) -> StoredTensor:
+        tensor = self._tensors[name]
+        info = tensor.info
+        block = info.block_size, info.block_bytes
+        whole = StoredTensor(name, info.shape, info.type_name, block, (), tensor.heads)
+        return replace(whole, parts=(Part(str(tensor.file), info.offset, whole.matrix),))
+
     def rope_factors(self, gguf_name: str) -> list[float] | None:
         """Values of `rope_freqs.weight`, `rope_factors_long.weight` or `rope_factors_short.weight`."""
         tensor = self._rope_factors.get(gguf_name)
@@ -90,7 +99,7 @@ class GGUFSource(TensorSource):
         if start % BLOCK or stop % BLOCK:
             return None
         size = BLOCK_BYTES[info.type_name]
-        rows = _stored_rows(info.shape, bounds[:1], tensor.heads)
+        rows = stored_rows(info.shape, bounds[:1], tensor.heads)
         if not len(rows) or start == stop:
             return QuantizedTensor(
                 info.type_name, torch.empty(len(rows), (stop - start) // BLOCK * size, dtype=torch.uint8)
@@ -98,6 +107,10 @@ class GGUFSource(TensorSource):
         columns = slice(start // BLOCK * size, stop // BLOCK * size)
         raw = self._copy_stored(tensor, info.shape[1] // BLOCK * size, rows, columns)
         return QuantizedTensor(info.type_name, torch.from_numpy(raw))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other ranks: without the metadata, which holds the vocabulary, and without mappings."""
+        return {**self.__dict__, "metadata": {}, "_mappings": {}}
 
     def close(self) -> None:
         for mapping in self._mappings.values():
@@ -126,7 +139,7 @@ class GGUFSource(TensorSource):
         leading = bounds[:-1]
         if len(bounds) == 1 and tensor.heads is not None:
             row_size, columns, leading = 1, (0, 1), bounds  # a permuted bias: each value is a row
-        rows = _stored_rows(info.shape, leading, tensor.heads)
+        rows = stored_rows(info.shape, leading, tensor.heads)
 
         first_block, last_block = columns[0] // info.block_size, -(-columns[1] // info.block_size)
         blocks = slice(first_block * info.block_bytes, last_block * info.block_bytes)
@@ -159,25 +172,3 @@ class GGUFSource(TensorSource):
             with file.open("rb") as stream:
                 self._mappings[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return self._mappings[file]
-
-
-def _stored_rows(shape: tuple[int, ...], leading: Bounds, heads: int | None) -> np.ndarray:
-    """Row numbers in the file, in the order of the slice's rows; a row is the last dimension."""
-    rows = np.zeros(1, dtype=np.int64)
-    for dim, (start, stop) in enumerate(leading):
-        along = np.arange(start, stop)
-        if dim == 0 and heads is not None:
-            along = _interleaved(along, shape[0] // heads)
-        rows = (rows[:, None] * shape[dim] + along).reshape(-1)
-    return rows
-
-
-def _interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """llama.cpp's places for Hugging Face's rows.
-
-    Row `head * head_dim + half * (head_dim / 2) + i` lies at `head * head_dim + 2 * i + half`; see
-    `permute` in llama.cpp's convert_hf_to_gguf.py.
-    """
-    head, within = np.divmod(rows, head_dim)
-    half, i = np.divmod(within, head_dim // 2)
-    return head * head_dim + 2 * i + half

@@ -10,6 +10,8 @@ from spmd.checkpoint.gguf_config import config_from_gguf, generation_config_from
 from spmd.checkpoint.gguf_source import GGUFSource
 from spmd.checkpoint.json_file import read_json
 from spmd.checkpoint.safetensors_source import SafetensorsSource
+from spmd.checkpoint.sharded_source import INDEX_NAME as SHARDS_NAME
+from spmd.checkpoint.sharded_source import METADATA_NAME, ShardedSource
 from spmd.checkpoint.source import TensorSource
 from spmd.comm.errors import UserError
 
@@ -25,6 +27,10 @@ class Checkpoint:
     generation_config: dict[str, Any]
     source: TensorSource
     gguf_metadata: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other ranks: without the metadata, which holds the vocabulary."""
+        return {**self.__dict__, "gguf_metadata": None}
 
     def close(self) -> None:
         self.source.close()
@@ -56,10 +62,14 @@ def _open_folder(folder: Path) -> Checkpoint:
         gguf = sorted(folder.glob("*.gguf"))
         hint = f"to use a GGUF file give its path: {gguf[0]}" if gguf else "a model folder needs one"
         raise UserError(f"{folder} has no config.json; {hint}")
+    metadata_path = folder / METADATA_NAME
+    sharded = (folder / SHARDS_NAME).is_file()
+    metadata = read_json(metadata_path) if sharded and metadata_path.is_file() else None
     return Checkpoint(
         path=folder,
-        kind="huggingface",
+        kind="huggingface" if metadata is None else "gguf",
         config=read_json(config_path),
         generation_config=read_json(generation_path) if generation_path.is_file() else {},
-        source=SafetensorsSource(folder),
+        source=ShardedSource(folder) if sharded else SafetensorsSource(folder),
+        gguf_metadata=metadata,
     )

@@ -1,4 +1,4 @@
-"""Saying what is wrong with a safetensors file that its library can't open."""
+"""The header of a safetensors file: where tensors lie, and what is wrong with one that can't be opened."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import json
 from pathlib import Path
 
 _LFS_POINTER = b"version https://git-lfs"
+
+
+def tensor_offsets(file: Path) -> dict[str, int]:
+    """Where each tensor's bytes begin in a file that the library has found to be complete."""
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        tensors = json.loads(stream.read(header_bytes))
+    return {
+        name: 8 + header_bytes + info["data_offsets"][0]
+        for name, info in tensors.items()
+        if name != "__metadata__"
+    }
 
 
 def explain_unreadable(file: Path, reason: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from spmd.checkpoint.json_file import read_json
-from spmd.checkpoint.safetensors_header import explain_unreadable
+from spmd.checkpoint.safetensors_header import explain_unreadable, tensor_offsets
 from spmd.checkpoint.source import Bounds, Index, TensorSource, bounds_shape, slice_bounds
+from spmd.checkpoint.stored import Part, StoredTensor
 from spmd.comm.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -29,6 +30,7 @@ class _Entry:
     file: Path
     shape: tuple[int, ...]
     dtype_name: str
+    offset: int  # of its bytes in the file
 
 
 class SafetensorsSource(TensorSource):
@@ -66,6 +68,27 @@ class SafetensorsSource(TensorSource):
         return str(self._entries[name].file)
 
     def read(self, name: str, index: Index | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        entry = self._readable(name)
+        bounds = slice_bounds(entry.shape, index)
+        out = torch.empty(bounds_shape(bounds), dtype=dtype or FLOAT_TYPES[entry.dtype_name])
+        self._copy_into(out, name, entry, bounds)
+        return out
+
+    def stored(self, name: str) -> StoredTensor:
+        entry = self._readable(name)
+        block = 1, FLOAT_TYPES[entry.dtype_name].itemsize
+        whole = StoredTensor(name, entry.shape, entry.dtype_name, block, ())
+        return replace(whole, parts=(Part(str(entry.file), entry.offset, whole.matrix),))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other ranks: without the open files."""
+        return {**self.__dict__, "_open_files": {}, "_mapped": {}}
+
+    def close(self) -> None:
+        self._open_files.clear()
+        self._mapped.clear()
+
+    def _readable(self, name: str) -> _Entry:
         entry = self._entries[name]
         if entry.dtype_name not in FLOAT_TYPES:
             raise UserError(
@@ -73,14 +96,7 @@ class SafetensorsSource(TensorSource):
                 f"{', '.join(FLOAT_TYPES)} can be read. FP8 and integer-quantized safetensors checkpoints "
                 f"are not supported: use the unquantized model, or a GGUF file of it"
             )
-        bounds = slice_bounds(entry.shape, index)
-        out = torch.empty(bounds_shape(bounds), dtype=dtype or FLOAT_TYPES[entry.dtype_name])
-        self._copy_into(out, name, entry, bounds)
-        return out
-
-    def close(self) -> None:
-        self._open_files.clear()
-        self._mapped.clear()
+        return entry
 
     def _copy_into(self, out: torch.Tensor, name: str, entry: _Entry, bounds: Bounds) -> None:
         item_bytes = FLOAT_TYPES[entry.dtype_name].itemsize
@@ -162,10 +178,11 @@ class SafetensorsSource(TensorSource):
 
     def _read_header(self, file: Path) -> dict[str, _Entry]:
         stored = _open(file)
+        offsets = tensor_offsets(file)
         entries = {}
         for name in stored.keys():  # noqa: SIM118 - not a dict
             tensor = stored.get_slice(name)
-            entries[name] = _Entry(file, tuple(tensor.get_shape()), tensor.get_dtype())
+            entries[name] = _Entry(file, tuple(tensor.get_shape()), tensor.get_dtype(), offsets[name])
         return entries
 
 

@@ -13,6 +13,8 @@ from spmd.layers.quantized import QuantizedTensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from spmd.checkpoint.stored import StoredTensor
+
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 
@@ -51,6 +53,10 @@ class TensorSource(ABC):
         `dtype` None keeps the stored type (float32 for a quantized one). Memory beyond the result is bounded.
         Raises `UserError` for a stored type that can't be read, `IndexError` for a slice outside the shape.
         """
+
+    @abstractmethod
+    def stored(self, name: str) -> StoredTensor:
+        """Where the tensor's bytes lie. Raises `UserError` for a stored type that can't be read."""
 
     def read_blocks(self, name: str, index: Index | None = None) -> QuantizedTensor | None:
         """`tensor[index]` as it is stored in blocks; None where it is not, or the slice cuts them."""
