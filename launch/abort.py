@@ -25,7 +25,7 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
 _GRACE_S = 5.0
 _ECHO_S = 1.0
-_LAST_S = 0.3
+_LAST_S = 1.0  # the end of a Python process takes long on a busy node
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 _MEMORY_ADVICE = (
     "give it less (--kv-memory, --max-batch-tokens) or spread the model over more ranks (--tp, --pp)"
