@@ -81,6 +81,7 @@ class Pipeline:
         self._graphs = graphs
         self._placement = stages[0].placement
         self._sends: list[PendingSend] = []
+        grid.pp.open_messages(_hidden_routes(grid.pp_size, len(stages)))
 
     @property
     def is_last(self) -> bool:
@@ -191,6 +192,12 @@ class Pipeline:
         shape = (tokens, stage.hidden_size)
         hidden = torch.empty(shape, dtype=self._placement.activation_dtype, device=self._placement.device)
         return pp.irecv(hidden, (pp.rank - 1) % pp.size, _HIDDEN_TAG + number)
+
+
+def _hidden_routes(pp: int, stages_a_rank: int) -> list[tuple[int, int, int]]:
+    """Source, target and tag of all messages that carry hidden states."""
+    forward = [(p, p + 1, _HIDDEN_TAG + number) for p in range(pp - 1) for number in range(stages_a_rank)]
+    return forward + [(pp - 1, 0, _HIDDEN_TAG + number) for number in range(1, stages_a_rank)]
 
 
 def _scored_positions(chunks: Rows[Chunk]) -> list[tuple[Sequence, int]]:
