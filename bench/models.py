@@ -13,7 +13,25 @@ SHAPES = {
         "num_key_value_heads": 8,
         "intermediate_size": 8192,
         "vocab_size": 32768,
-    }
+    },
+    # Llama 3.1 8B's.
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+    # For a bench that tests itself.
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 256,
+    },
 }
 
 
