@@ -61,7 +61,7 @@ def check(process: subprocess.Popen[str]) -> None:
 def test_kernels_compute_what_their_twins_do_under_the_interpreter(
     runs: dict[str, subprocess.Popen[str]],
 ) -> None:
-    assert len(COMPUTING) == 4
+    assert len(COMPUTING) == 5
     check(runs["interpreted"])
 
 
