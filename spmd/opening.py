@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from mpi4py import MPI
 
+from spmd.checkpoint.gguf_blocks import COMPUTED_KINDS
 from spmd.checkpoint.open import Checkpoint, open_checkpoint
 from spmd.checkpoint.resolve import resolve_model
 from spmd.checkpoint.weights import ExpectedWeights, check_complete
@@ -17,7 +18,6 @@ from spmd.comm.grid import Grid
 from spmd.comm.group import make_group
 from spmd.comm.partition import Partition
 from spmd.config import ModelConfig
-from spmd.layers.quantized import BLOCK_BYTES
 from spmd.layers.weights import Placement
 from spmd.models.decoder import EMBEDDING, HEAD, ModelPartitions, StageModel
 from spmd.models.stages import split_layers
@@ -52,7 +52,7 @@ def open_model(options: EngineOptions, grid: Grid) -> OpenModel:
     stored_head = HEAD in names
     with agreed(grid.world):
         keep_blocks = options.dtype == "auto" and any(
-            checkpoint.source.dtype_name(name) in BLOCK_BYTES for name in names
+            checkpoint.source.dtype_name(name) in COMPUTED_KINDS for name in names
         )
         in_blocks = keep_blocks or options.quantize is not None
         parts = ModelPartitions.build(config, grid.tp_size, _stages(options, grid, config), in_blocks)

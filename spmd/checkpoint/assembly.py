@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd.checkpoint.gguf_decode import FLOAT_TYPES
 from spmd.checkpoint.source import Bounds, bounds_shape
 from spmd.checkpoint.stored import Region, StoredTensor
-from spmd.layers.quantized import QuantizedTensor
+from spmd.layers.quantized import BLOCK, BLOCK_BYTES, QuantizedTensor
 
 
 class Sink(Protocol):
@@ -36,7 +36,7 @@ class Sink(Protocol):
 
 class Assembly:
     """One slice of a tensor: as numbers of `dtype` (None: the stored type, float32 for blocks of few bits),
-    or with `blocks` as it is stored. Memory beyond the result is what one call of `place` converts."""
+    or with `blocks` in blocks. Memory beyond the result is what one call of `place` converts."""
 
     def __init__(
         self, stored: StoredTensor, bounds: Bounds, dtype: torch.dtype | None, blocks: bool = False
@@ -49,7 +49,9 @@ class Assembly:
             raise ValueError(f"{stored.name}: the slice {bounds} is not stored in whole blocks")
         plain = FLOAT_TYPES.get(stored.type_name, torch.float32)
         self._dtype = torch.uint8 if blocks else dtype or plain
-        self._as_stored = blocks or (self._dtype == plain and stored.type_name in FLOAT_TYPES)
+        self._as_stored = self._kind == stored.type_name or (
+            self._dtype == plain and stored.type_name in FLOAT_TYPES
+        )
         self._left = self.region.nbytes
         self._out: Tensor | None = None
         self._where: np.ndarray | None = None
@@ -76,13 +78,14 @@ class Assembly:
         """See `Sink`. Raises `UserError` for a type that can't be decoded."""
         rows, columns = part.within(self.region)
         target = self._matrix()
+        size, block_bytes = self._stored.block
+        # Whole blocks arrive; the slice may begin inside the first one.
+        low = columns.start // block_bytes * size - self._cut()
         if self._kind is not None:
-            values, low = raw, columns.start
+            values = self._stored.computed(raw.numpy())
+            low = low // BLOCK * BLOCK_BYTES[self._kind]
         else:
-            size, block_bytes = self._stored.block
             values = self._stored.decode(raw.numpy())
-            # Whole blocks arrive; the slice may begin inside the first one.
-            low = columns.start // block_bytes * size - self._cut()
         cut = slice(max(0, -low), max(0, min(values.shape[1], target.shape[1] - low)))
         values = values[:, cut]
         into = slice(low + cut.start, low + cut.start + values.shape[1])
@@ -123,8 +126,7 @@ class Assembly:
         if self._out is None:
             shape = bounds_shape(self._bounds)
             if self._kind is not None:
-                size, block_bytes = self._stored.block
-                shape = (shape[0], shape[1] // size * block_bytes)
+                shape = (shape[0], shape[1] // BLOCK * BLOCK_BYTES[self._kind])
             if len(shape) == 1 and self._stored.heads is not None:
                 shape = (shape[0], 1)
             rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.checkpoint.gguf_blocks import computed_bytes
 from spmd.checkpoint.gguf_decode import FLOAT_TYPES, decode
 from spmd.checkpoint.gguf_file import GGUFTensorInfo
 from spmd.checkpoint.gguf_metadata import GGUFMetadata
@@ -18,7 +19,7 @@ from spmd.checkpoint.gguf_split import read_gguf_parts
 from spmd.checkpoint.source import Index, TensorSource, bounds_shape, slice_bounds
 from spmd.checkpoint.stored import Part, StoredTensor, stored_rows
 from spmd.comm.errors import UserError
-from spmd.layers.quantized import BLOCK, BLOCK_BYTES, QuantizedTensor
+from spmd.layers.quantized import QuantizedTensor
 
 _PIECE_VALUES = 4 << 20
 
@@ -90,23 +91,23 @@ class GGUFSource(TensorSource):
         return self._read(self._tensors[name], index, dtype)
 
     def read_blocks(self, name: str, index: Index | None = None) -> QuantizedTensor | None:
-        tensor = self._tensors[name]
-        info = tensor.info
-        bounds = slice_bounds(info.shape, index)
-        if info.type_name not in BLOCK_BYTES or len(bounds) != 2:
+        tensor, stored = self._tensors[name], self.stored(name)
+        bounds = slice_bounds(stored.shape, index)
+        kind = stored.block_kind(bounds)
+        if kind is None:
             return None
-        start, stop = bounds[1]
-        if start % BLOCK or stop % BLOCK:
-            return None
-        size = BLOCK_BYTES[info.type_name]
-        rows = stored_rows(info.shape, bounds[:1], tensor.heads)
-        if not len(rows) or start == stop:
-            return QuantizedTensor(
-                info.type_name, torch.empty(len(rows), (stop - start) // BLOCK * size, dtype=torch.uint8)
-            )
-        columns = slice(start // BLOCK * size, stop // BLOCK * size)
-        raw = self._copy_stored(tensor, info.shape[1] // BLOCK * size, rows, columns)
-        return QuantizedTensor(info.type_name, torch.from_numpy(raw))
+        region, rows = stored.region(bounds), stored.rows(bounds)
+        (start, stop), size = bounds[1], stored.block[0]
+        out = torch.empty(len(rows), computed_bytes(stored.type_name, stop - start), dtype=torch.uint8)
+        if out.numel():
+            offset = computed_bytes(stored.type_name, start % size)
+            cut = slice(offset, offset + out.shape[1])
+            step = max(1, _PIECE_VALUES // stored.shape[1])
+            for first in range(0, len(rows), step):
+                piece, columns = rows[first : first + step], slice(*region.columns)
+                raw = self._copy_stored(tensor, stored.matrix.shape[1], piece, columns)
+                out[first : first + step].copy_(stored.computed(raw)[:, cut])
+        return QuantizedTensor(kind, out)
 
     def __getstate__(self) -> dict[str, Any]:
         """For other ranks: without the metadata, which holds the vocabulary, and without mappings."""

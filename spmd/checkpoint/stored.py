@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from spmd.checkpoint.gguf_blocks import COMPUTED_KINDS, to_computed
 from spmd.checkpoint.gguf_decode import FLOAT_TYPES, decode
 from spmd.checkpoint.gguf_file import GGUFTensorInfo
 from spmd.checkpoint.source import Bounds
-from spmd.layers.quantized import BLOCK, BLOCK_BYTES
+from spmd.layers.quantized import BLOCK
 
 Span = tuple[int, int]
 
@@ -92,10 +93,14 @@ class StoredTensor:
         return stored_rows(self.shape, bounds[: self._row_dims], self.heads)
 
     def block_kind(self, bounds: Bounds) -> str | None:
-        """The kind of blocks that a slice can be computed on as stored; None where there is none."""
-        if self.type_name not in BLOCK_BYTES or len(bounds) != 2:
+        """The kind of blocks that a slice can be computed on; None where there is none."""
+        if len(bounds) != 2 or bounds[1][0] % BLOCK or bounds[1][1] % BLOCK:
             return None
-        return None if bounds[1][0] % BLOCK or bounds[1][1] % BLOCK else self.type_name
+        return COMPUTED_KINDS.get(self.type_name)
+
+    def computed(self, raw: np.ndarray) -> Tensor:
+        """Whole stored blocks, uint8 `[rows, bytes]`, as those of `block_kind`."""
+        return to_computed(raw, self.type_name, self.decode)
 
     def decode(self, raw: np.ndarray) -> Tensor:
         """Values `[rows, values]` of contiguous whole blocks uint8 `[rows, bytes]`."""
