@@ -22,7 +22,6 @@ from spmd.gpu import find_tools, prepare
 from spmd.kernels import make_team
 from spmd.kv_cache import KVCache
 from spmd.launch.cores import bind_cores
-from spmd.launch.devices import take_device
 from spmd.launch.timers import set_fine_sleeps
 from spmd.layers.quantized import QUANTIZE
 from spmd.layers.weights import Placement
@@ -55,8 +54,7 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
     `UserError` on every rank."""
     threads = bind_cores(grid.node, options.threads)
     set_fine_sleeps()
-    with agreed(grid.world):
-        device = torch.device(take_device(grid.node, options.device, options.share_devices))
+    device = grid.device
     model = open_model(options, grid)
     checkpoint, config, parts = model.checkpoint, model.config, model.parts
     path = checkpoint.path

@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--cuda-graphs", default="auto", help="auto (on GPUs), on or off: record decode steps"
     )
-    engine.add_argument("--comm-backend", default="auto", help="auto, shm, mpi or hierarchical")
+    engine.add_argument("--comm-backend", default="auto", help="auto, shm, mpi, hierarchical or nccl")
     engine.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="give up on a silent rank"
     )

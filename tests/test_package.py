@@ -31,7 +31,9 @@ import importlib, json
 import comm
 import spmd
 from spmd import LLM
+from spmd.comm.cuda_one_shot import SOURCE
 assert LLM.__module__ == "spmd.llm"
+assert "all_reduce" in SOURCE.read_text()  # what is not Python comes along
 comm.create_comm  # ipykernel's messages to widgets
 files = {{name: importlib.import_module(name).__file__ for name in {MODULES!r}}}
 print(json.dumps({{"package": spmd.__file__, "comm": comm.__file__, "files": files}}))
