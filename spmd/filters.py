@@ -36,7 +36,18 @@ class Cutoff:
 def gather(payload: Tensor, group: Group) -> np.ndarray:
     """All ranks' `payload` (the same shape everywhere), `[ranks, *shape]`, on the host of every rank."""
     everyone = group.all_gather(payload.reshape(1, -1).contiguous(), [1] * group.size, 0)
-    return everyone.cpu().numpy().reshape(group.size, *payload.shape)
+    return _on_host(everyone, group).numpy().reshape(group.size, *payload.shape)
+
+
+def _on_host(x: Tensor, group: Group) -> Tensor:
+    """x on the host; while the device gets there, the job's ledger shows what this rank waits for."""
+    if not x.is_cuda:
+        return x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    group.wait_device(done)
+    return host
 
 
 def filters(params: SamplingParams) -> bool:

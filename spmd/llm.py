@@ -132,6 +132,7 @@ class LLM:
         A program that ends needs no close. One that makes several models does, as memory is planned for one.
         """
         self.engine.drain()
+        self.engine.pipeline.close()
         self.grid.free()
         del self.engine
 

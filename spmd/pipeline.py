@@ -185,6 +185,10 @@ class Pipeline:
         out, micro.winners = graphs.run(size, micro.host, hidden, draws)
         return out
 
+    def close(self) -> None:
+        """Give up recorded steps: communicators can't be given back while a graph holds sums over them."""
+        self._graphs = None
+
     def _post_hidden(self, stage: StageModel, number: int, tokens: int) -> PendingRecv | None:
         pp = self.grid.pp
         if stage.first or pp.size == 1:
