@@ -148,6 +148,33 @@ def test_ranks_on_different_kinds_of_device_are_refused_together() -> None:
         Grid.create(WORLD, backend="nccl", take_device=lambda node: CPU)
 
 
+@pytest.mark.mpi
+@several
+@pytest.mark.parametrize("backend", ["auto", "nccl", "mpi"])
+def test_a_grid_asks_for_nccl_where_tensors_of_the_device_travel(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, torch.device, bool]] = []
+    taken: list[int] = []
+
+    def over(host: Group, nodes: object, device: torch.device, required: bool) -> Group:
+        assert taken, "a group of the device before it is bound"
+        asked.append((host.name, device, required))
+        return host
+
+    def take(node: Group) -> torch.device:
+        taken.append(node.rank)
+        return GPU
+
+    monkeypatch.setattr("spmd.comm.nccl_choice.over_nccl", over)
+    grid = Grid.create(WORLD, tp=1, pp=WORLD.size, backend=backend, take_device=take)
+    assert grid.device == GPU
+    assert len(taken) == 1
+    assert asked == ([] if backend == "mpi" else [("pp", GPU, backend == "nccl")])
+    assert grid.world.all_gather_objects(1) == [1] * WORLD.size
+    grid.free()
+
+
 def test_which_ranks_can_have_a_communicator() -> None:
     cards = [("a", "01", ""), ("a", "02", ""), ("b", "01", ""), ("b", "02", "")]
     assert find_problem(range(4), [0, 0, 1, 1], cards) is None

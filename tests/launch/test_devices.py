@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mpi4py import MPI
 
 from spmd.comm.errors import UserError
-from spmd.launch.devices import choose_card, name_cards
+from spmd.comm.group import make_group
+from spmd.launch.devices import choose_card, device_taker, name_cards
 
 GPU = [f"GPU-{number:08x}" for number in range(8)]
 
@@ -107,3 +112,28 @@ def test_no_card_is_given_twice(sets: list[set[str]]) -> None:
     subsets = [[i for i in range(len(visible)) if mask >> i & 1] for mask in range(1, 1 << len(visible))]
     enough = all(len(set().union(*(sets[i] for i in chosen))) >= len(chosen) for chosen in subsets)
     assert (len(given_out) == len(visible)) == enough
+
+
+@pytest.mark.parametrize("cupy", [True, False], ids=["with CuPy", "without"])
+def test_the_card_is_made_the_current_one_of_torch_and_of_cupy(
+    cupy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both replaced: it shows what they are told, not that they do it."""
+    bound: list[tuple[str, int]] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(uuid=GPU[card]))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda card: bound.append(("torch", card)))
+    stand_in = ModuleType("cupy")
+    stand_in.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        Device=lambda card: SimpleNamespace(use=lambda: bound.append(("cupy", card)))
+    )
+    monkeypatch.setitem(sys.modules, "cupy", stand_in)
+    installed = ["cupy"] if cupy else []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: stand_in if name in installed else None)
+    group = make_group(MPI.COMM_SELF)
+    assert device_taker("cuda")(group) == torch.device("cuda", 0)
+    assert bound == [("torch", 0), ("cupy", 0)][: 2 if cupy else 1]
+    assert device_taker("cpu")(group) == torch.device("cpu")
+    group.free()
