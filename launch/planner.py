@@ -12,6 +12,7 @@ from spmd.launch.plan_model import ModelShape, RankMemory, RankShare, rank_memor
 from spmd.launch.units import format_bytes
 
 CLOSE = 0.97  # grids within 3 % of the best are as good; the simpler of them is taken
+CLOSE_MEASURED = 0.85  # where speeds come from a short measurement, whose error is of that size
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,13 @@ def make_plan(
     tp_across_nodes: bool = False,
     kv_bytes: float | None = None,
     goal: str = "throughput",
+    close: float = CLOSE,
 ) -> Plan:
     """Weigh every grid that uses all ranks of the cluster.
 
     split_layers: the engine's division of the layers over that many stages. fixed: (dp, pp, tp) as far as
     they are given. kv_bytes: KV cache of each rank, if that is given. goal: `throughput`, or `latency` (time
-    per token of the one request).
+    per token of the one request). close: grids that reach this share of the best one's speed count as alike.
     """
     plans = []
     for grid in _grids(cluster.size, shape.num_layers, fixed):
@@ -87,11 +89,15 @@ def make_plan(
     fitting = [plan for plan in plans if plan.refused is None]
     if not fitting:
         return Plan(shape, cluster, work, plans, None, _nothing_fits(plans, cluster, tp_across_nodes))
-    close = [plan for plan in fitting if worth(plan) >= CLOSE * worth(fitting[0])]
-    # Alike in speed: fewer ranks that must work in step, then fewer bytes on the way.
-    chosen = min(
-        close, key=lambda plan: (plan.grid.tp * plan.grid.pp, plan.cost.bytes_across, plan.cost.bytes_inside)
-    )
+    alike = [plan for plan in fitting if worth(plan) >= close * worth(fitting[0])]
+
+    def preference(plan: GridPlan) -> tuple[float, ...]:
+        # No rank without work, then fewer ranks that must work in step, then fewer bytes on the way.
+        grid, cost = plan.grid, plan.cost
+        busy = min(grid.dp, work.concurrency) * min(grid.pp, work.requests(grid)) * grid.tp
+        return grid.size - busy, grid.tp * grid.pp, cost.bytes_across, cost.bytes_inside
+
+    chosen = min(alike, key=preference)
     return Plan(shape, cluster, work, plans, chosen, _reason(chosen, plans, cluster, work, goal))
 
 

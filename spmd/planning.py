@@ -172,7 +172,7 @@ def _plan_for_options(
     options: EngineOptions, shape: ModelShape, cluster: Cluster, dtype: str, activation_bytes: int | None
 ) -> Plan:
     """For as many requests as may run at once, or fewer where there is no memory for them."""
-    from spmd.launch.planner import make_plan
+    from spmd.launch.planner import CLOSE_MEASURED, make_plan
     from spmd.models.stages import split_layers
 
     context = min(options.max_model_len or _CONTEXT, _CONTEXT, shape.context_limit)
@@ -198,6 +198,7 @@ def _plan_for_options(
             fixed=(options.dp, options.pp, options.tp),
             tp_across_nodes=options.tp is not None,
             kv_bytes=options.kv_memory,
+            close=CLOSE_MEASURED,
         )
         if plan.chosen is not None or requests == 1:
             return plan

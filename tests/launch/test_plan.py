@@ -247,6 +247,13 @@ def test_dp_when_a_copy_fits_and_requests_are_many() -> None:
     assert sizes(plan(SHAPES["llama-2-7b"], 1, 4, 72 * GB)) == (1, 1, 4)
 
 
+def test_among_grids_alike_in_speed_one_that_leaves_no_rank_idle() -> None:
+    shape = SHAPES["llama-2-7b"]
+    alike = {"close": 0.01}  # whatever they are predicted to do
+    assert sizes(plan(shape, 1, 2, 72 * GB, concurrency=1, **alike)) == (1, 1, 2)
+    assert sizes(plan(shape, 1, 2, 72 * GB, concurrency=16, **alike)) == (2, 1, 1)
+
+
 def test_tp_beyond_a_node_only_when_told() -> None:
     shape = SHAPES["llama-3-70b"]
     asked = plan(shape, 8, 1, 72 * GB, inter=FAST)
