@@ -123,7 +123,7 @@ class CupyLibrary:
     """The real one. Raises `ImportError`, saying what to install, where CuPy or NCCL is missing."""
 
     def __init__(self) -> None:
-        _load_nccl()
+        load_nccl()
         try:
             import cupy
             from cupy.cuda import nccl
@@ -214,9 +214,9 @@ def find_problem(
     return None
 
 
-def _load_nccl() -> None:
-    """Load NCCL from where pip puts it, as CuPy asks the system's loader only. A torch that has loaded
-    it already is no matter: there is one per process."""
+def load_nccl() -> None:
+    """Load NCCL from where pip puts it, before CuPy is imported, which asks the system's loader only. A torch
+    that has loaded it already is no matter: there is one per process."""
     import ctypes
     from contextlib import suppress
     from pathlib import Path

@@ -146,9 +146,9 @@ def _bind_cupy(card: int) -> None:
     """Make the card CuPy's, too, where it is installed: NCCL communicators and kernels go where it says."""
     if importlib.util.find_spec("cupy") is None:
         return
-    from spmd.comm.nccl_library import find_library
+    from spmd.comm.nccl_library import load_nccl
 
-    find_library()  # loads NCCL first, which CuPy looks for when it is imported
+    load_nccl()
     try:
         import cupy
     except Exception:  # it may fail in many ways; whoever needs it says why

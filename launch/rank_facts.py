@@ -176,11 +176,15 @@ def _find_cupy() -> tuple[str | None, str | None]:
             version = importlib.metadata.version(name)
     if version is None:
         return None, None
+    from spmd.comm.nccl_library import load_nccl
+
+    load_nccl()
     try:
         from cupy.cuda import nccl
+
+        return version, str(nccl.get_version())
     except Exception as error:  # a library that it needs may be missing in many ways
         return version, f"cannot be loaded: {error}"
-    return version, str(nccl.get_version())
 
 
 def _memory() -> Mapping[str, int]:
