@@ -186,6 +186,8 @@ def _decide(winners: np.ndarray, rows: Sequence[SampleRow]) -> np.ndarray:
     best = winners[:, :, 0].max(axis=0)
     if not np.isfinite(best).all():
         _refuse(best, rows)
+    if len(winners) == 1:
+        return np.zeros(len(rows), dtype=np.int64)
     temperatures = np.array([row.params.temperature or 1.0 for row in rows])
     with np.errstate(over="ignore"):
         scores = (winners[:, :, 1] - best) / temperatures + winners[:, :, 2]
