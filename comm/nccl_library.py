@@ -228,4 +228,4 @@ def load_nccl() -> None:
         path = Path(folder) / "lib" / "libnccl.so.2"
         if path.exists():
             with suppress(OSError):
-                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+                ctypes.CDLL(str(path))  # found by its name from now on
