@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,11 @@ def test_graphs_are_refused_where_they_cannot_be() -> None:
     with pytest.raises(UserError, match="--kernels torch"):
         find_tools(EngineOptions(cuda_graphs="on", kernels="torch"), torch.device("cuda:0"), group)
     assert find_tools(EngineOptions(kernels="torch"), torch.device("cuda:0"), group) is None
+    staged = SimpleNamespace(capturable=False, backend="mpi", size=2)
+    with pytest.raises(
+        UserError, match="through host memory \\(mpi\\), which cannot be recorded, expected NCCL"
+    ):
+        find_tools(EngineOptions(cuda_graphs="on"), torch.device("cuda:0"), staged)  # type: ignore[arg-type]
     assert find_tools(EngineOptions(cuda_graphs="off"), CPU, group) is None
     with pytest.raises(UserError, match="cuda_graphs 'maybe': expected one of auto, on, off"):
         EngineOptions(cuda_graphs="maybe")
