@@ -57,7 +57,7 @@ def turn(
     if NORM:
         whole = real & (everywhere < DIM)[None, :]
         values = tl.load(start + everywhere[None, :], mask=whole, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / DIM + eps)
+        scale = tl.rsqrt(tl.sum(values * values, axis=1)[:, None] / DIM + eps)
     first = load_head(start + place[None, :], norm, place, half, scale, NORM)
     second = load_head(start + HALF + place[None, :], norm + HALF, place, half, scale, NORM)
     # The tables count in the precision of the heads, as in the reference models.

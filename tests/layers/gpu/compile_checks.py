@@ -20,7 +20,7 @@ from spmd.layers.quantized import BLOCK_BYTES, QuantizedTensor
 
 KERNELS = triton_kernels()
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have (CUDA C programming guide)
-MOST_STACK = 64  # bytes a thread
+MOST_STACK = 128  # bytes a thread
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
