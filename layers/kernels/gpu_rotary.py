@@ -21,7 +21,8 @@ def load_head(
     """fp32 numbers at `place` of heads; with NORM times scale `[heads, 1]` and the norm's weights."""
     raw = tl.load(base, mask=inside, other=0.0)
     if NORM:
-        weight = tl.load(norm + place[None, :], mask=inside, other=0.0).to(tl.float32)
+        spread = place[None, :] + tl.zeros(inside.shape, tl.int32)
+        weight = tl.load(norm + spread, mask=inside, other=0.0).to(tl.float32)
         normed = (raw.to(tl.float32) * scale).to(raw.dtype).to(tl.float32)
         return (normed * weight).to(raw.dtype).to(tl.float32)
     return raw.to(tl.float32)
