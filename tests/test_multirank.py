@@ -1,4 +1,7 @@
-"""Runs every multi-rank test of the suite under mpirun, at several world sizes."""
+"""Runs every multi-rank test of the suite under mpirun, at several world sizes.
+
+What was selected by markers, as with `-m smoke`, is selected there, too.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ import re
 import pytest
 from support.mpirun import mpirun
 
+FEW = [pytest.param(ranks, marks=pytest.mark.smoke) for ranks in (2, 3)]
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_suite_on_ranks(ranks: int) -> None:
-    done = mpirun(ranks, ["-m", "pytest", "--with-mpi", "-m", "mpi", "-p", "no:cacheprovider", "tests"], 600)
+
+@pytest.mark.parametrize("ranks", [1, *FEW, 4, 8])
+def test_suite_on_ranks(ranks: int, request: pytest.FixtureRequest) -> None:
+    selected = request.config.option.markexpr
+    marked = f"mpi and ({selected})" if selected else "mpi"
+    done = mpirun(ranks, ["-m", "pytest", "--with-mpi", "-m", marked, "-p", "no:cacheprovider", "tests"], 600)
     print(done.stdout)
     assert done.code == 0, done.output
     passed = re.search(r"(\d+) passed", done.stdout)

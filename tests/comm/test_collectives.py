@@ -95,11 +95,13 @@ def test_all_reduce(group: Group, dtype: torch.dtype, shape: tuple[int, ...]) ->
     assert same_bits(x, torch.stack(inputs).amax(0))
 
 
+@pytest.mark.smoke
 def test_all_reduce_of_more_than_a_slot(group: Group) -> None:
     inputs = [values(6, rank, (150_001,), torch.float32) for rank in range(group.size)]
     assert same_bits(group.all_reduce(inputs[group.rank].clone()), summed(group, inputs))
 
 
+@pytest.mark.smoke
 def test_sum_is_in_rank_order(group: Group) -> None:
     # The large numbers cancel: what is left of the ones tells the order of the additions.
     terms = [1.0, 2.0**25, 1.0, -(2.0**25), 1.0, 1.0, 2.0**25, -(2.0**25)][: group.size]
@@ -160,6 +162,7 @@ def test_broadcast_from_every_root(group: Group, dtype: torch.dtype, shape: tupl
         assert same_bits(x, values(4, root, shape, torch.float32).to(dtype))
 
 
+@pytest.mark.smoke
 def test_tensors_that_are_not_contiguous(group: Group) -> None:
     inputs = [values(5, rank, (40, 30), torch.float32) for rank in range(group.size)]
     mine = inputs[group.rank]
@@ -189,6 +192,7 @@ def test_slots_outlive_inference_mode(group: Group) -> None:
         assert bool((group.broadcast(torch.ones(size)) == 1).all())
 
 
+@pytest.mark.smoke
 def test_barrier_waits_for_the_last(group: Group) -> None:
     group.barrier()
     if group.rank == group.size - 1:
@@ -199,6 +203,7 @@ def test_barrier_waits_for_the_last(group: Group) -> None:
     assert min(group.all_gather_objects(left)) >= max(group.all_gather_objects(entered))
 
 
+@pytest.mark.smoke
 def test_thousands_of_random_operations(group: Group) -> None:
     shared, own = random.Random(7), random.Random(group.rank)
     everyone = range(group.size)
@@ -264,6 +269,7 @@ def test_auto_takes_shared_memory_on_one_node() -> None:
     made.free()
 
 
+@pytest.mark.smoke
 def test_auto_goes_by_the_nodes_of_a_group() -> None:
     ranks = range(WORLD.size)
     layouts = {

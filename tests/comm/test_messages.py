@@ -26,6 +26,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     made.free()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 1000, 300_000])
 def test_ring(group: Group, dtype: torch.dtype, size: int) -> None:
@@ -41,6 +42,7 @@ def test_ring(group: Group, dtype: torch.dtype, size: int) -> None:
     assert bool((received == torch.tensor(preceding + 1).to(dtype)).all())
 
 
+@pytest.mark.smoke
 def test_messages_keep_their_order_and_their_tags(group: Group) -> None:
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     sent = [group.isend(torch.tensor([n]), following, tag=n % 2) for n in range(20)]
@@ -74,6 +76,7 @@ def test_a_message_of_the_wrong_size_is_an_error(group: Group) -> None:
         group.isend(torch.ones(3), group.rank, tag=32767)
 
 
+@pytest.mark.smoke
 def test_a_waiting_rank_goes_on_sending(group: Group) -> None:
     # Rank 0 posts a message too large to be buffered and waits in a collective, which the receiver
     # enters only when it has the message.
@@ -89,6 +92,7 @@ def test_a_waiting_rank_goes_on_sending(group: Group) -> None:
         sending.wait()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [0, 100, 1016, 1017, 5000, 3_000_000])
 def test_objects_of_any_size(group: Group, size: int) -> None:
     for root in {0, group.size - 1}:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.faults import END_S, JOB, LIMIT_S, MARK, Ended, line, processes_of
+from support.faults import END_S, JOB, LIMIT_S, MARK, Ended, chosen, line, processes_of
 from support.mpirun import mpirun
 
 from spmd.comm.ledger import NAME, ledger_folder
@@ -77,9 +77,14 @@ FAULTS = [
 ]
 
 
+ENDS_WELL = Fault("ends well", ranks=3)
+
+
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
-    """All jobs of the table, a few at a time: they mostly import and wait."""
+def jobs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Ended]]]:
+    """The jobs of all tests that were selected, a few at a time: they mostly import and wait."""
     folder = tmp_path_factory.mktemp("faults")
 
     def run(fault: Fault) -> Ended:
@@ -88,8 +93,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
         return Ended.now(done, folder, fault.name)
 
     with ThreadPoolExecutor(3) as pool:
-        everything = [*FAULTS, Fault("ends well", ranks=3)]
-        yield {fault.name: pool.submit(run, fault) for fault in everything}
+        yield {fault.name: pool.submit(run, fault) for fault in [*chosen(request, FAULTS), ENDS_WELL]}
 
 
 def ledger_files() -> list[str]:
@@ -97,7 +101,13 @@ def ledger_files() -> list[str]:
     return [str(path) for path in ledger_folder().glob(f"{NAME}-{os.getuid()}-*")]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+SMOKE = ("exception", "killed")
+PARAMETERS = [
+    pytest.param(f, id=f.name, marks=[pytest.mark.smoke] if f.name in SMOKE else []) for f in FAULTS
+]
+
+
+@pytest.mark.parametrize("fault", PARAMETERS)
 def test_a_fault_ends_the_job(fault: Fault, jobs: dict[str, Future[Ended]]) -> None:
     ended = jobs[fault.name].result()
     done = ended.done
@@ -120,6 +130,7 @@ def test_a_fault_ends_the_job(fault: Fault, jobs: dict[str, Future[Ended]]) -> N
         time.sleep(0.1)
 
 
+@pytest.mark.smoke
 def test_ranks_that_end_at_different_times_end_well(jobs: dict[str, Future[Ended]]) -> None:
     ended = jobs["ends well"].result()
     done = ended.done

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from support.cluster.hosts import HEAD
 from support.cluster.slurm import Slurm, why_not
-from support.faults import END_S, JOB, LIMIT_S, MARK, Ended, line, processes_of
+from support.faults import END_S, JOB, LIMIT_S, MARK, Ended, chosen, line, processes_of
 from support.mpirun import ROOT, Finished
 
 reason = why_not()
@@ -53,7 +53,9 @@ FAULTS = [
 
 
 @pytest.fixture(scope="module")
-def jobs(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+def jobs(
+    slurm: Slurm, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Ended]]]:
     folder = tmp_path_factory.mktemp("faults")
     mpi = subprocess.check_output([sys.executable, "-m", "spmd.launch.launcher"], cwd=ROOT, text=True).split()
 
@@ -89,7 +91,7 @@ def jobs(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         return Ended.now(done, folder, fault.name)
 
     with ThreadPoolExecutor(2) as pool:
-        yield {fault.name: pool.submit(run, fault) for fault in FAULTS}
+        yield {fault.name: pool.submit(run, fault) for fault in chosen(request, FAULTS)}
 
 
 def wait_for_note(notes: Path, srun: subprocess.Popen[str]) -> None:

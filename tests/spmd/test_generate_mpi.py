@@ -25,6 +25,7 @@ from support.models import (
     reference_of,
     running,
     same_everywhere,
+    smoke_at,
 )
 
 from spmd.llm import LLM
@@ -85,7 +86,7 @@ def alone(zoo: dict[str, Reference]) -> LLM:
     return LLM(str(zoo["llama"].path), comm=MPI.COMM_SELF, dtype="float32", threads=1)
 
 
-@pytest.mark.parametrize("grid", grids(), ids=grid_name)
+@pytest.mark.parametrize("grid", [pytest.param(g, id=grid_name(g), marks=smoke_at(2)) for g in grids()])
 def test_mixed_prompts_in_one_batch(zoo: dict[str, Reference], grid: dict[str, int]) -> None:
     reference = zoo["llama"]
     with running(reference.path, **grid) as llm:

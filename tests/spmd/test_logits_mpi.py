@@ -26,6 +26,7 @@ from support.models import (
     random_ids,
     reference_of,
     running,
+    smoke_at,
 )
 
 from spmd.comm.errors import UserError
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.mpi
 
 WORLD = MPI.COMM_WORLD.size
 PROMPTS = [random_ids(count) for count in (1, 20, 40)]
+OTHERS = [family for family in FAMILIES if family != "llama"]
 BIASES = [f"self_attn.{name}_proj.bias" for name in "qkvo"]
 BIASES += [f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")]
 
@@ -46,7 +48,7 @@ def check(reference: Reference, **grid: int) -> None:
 
 
 @pytest.mark.parametrize("grid", grids(), ids=grid_name)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=smoke_at(2)), *OTHERS])
 def test_every_family_on_every_grid(zoo: dict[str, Reference], family: str, grid: dict[str, int]) -> None:
     check(zoo[family], **grid)
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import pytest
 from support.mpirun import Finished
 
+F = TypeVar("F")
 JOB = Path(__file__).with_name("fault_job.py")
 LIMIT_S = 2.0  # the ranks' --timeout, as the job has it
 END_S = 10.0  # from the fault, or from the end of that time limit, to the end of the job
@@ -42,6 +46,13 @@ class Ended:
     def seconds(self) -> float:
         """From the fault to the end."""
         return self.at - float(self.told("fault")[0])
+
+
+def chosen(request: pytest.FixtureRequest, faults: Sequence[F]) -> list[F]:
+    """Those of the faults that the selected tests are about."""
+    found = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = [spec.params["fault"] for spec in found if spec is not None and "fault" in spec.params]
+    return [fault for fault in faults if fault in wanted]
 
 
 def processes_of(fault: str) -> list[str]:

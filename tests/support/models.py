@@ -220,6 +220,11 @@ def at_most(ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(MPI.COMM_WORLD.size > ranks, reason=f"{ranks} ranks show it")
 
 
+def smoke_at(ranks: int) -> list[pytest.MarkDecorator]:
+    """Marks of a test that is a smoke test on so many ranks only, as it takes long."""
+    return [pytest.mark.smoke] if MPI.COMM_WORLD.size == ranks else []
+
+
 def grids(world: int = MPI.COMM_WORLD.size) -> list[dict[str, int]]:
     """Every way to spread `world` ranks over dp x pp x tp."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]

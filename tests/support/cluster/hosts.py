@@ -98,6 +98,13 @@ class Hosts:
         """The command line that runs `command` on `host`, in the folder it is started from."""
         return [*self._enter(host), "env", "-C", os.getcwd(), *command]
 
+    def limit_links(self, rate: str | None) -> None:
+        """Let each node send at most at `rate`, in tc's words, such as "200mbit"; None: as fast as it can."""
+        for name in self.names:
+            self.check(name, "tc qdisc del dev eth0 root 2>/dev/null || true")
+            if rate is not None:
+                self.check(name, f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 100ms")
+
     def mpirun(self, ranks_each: int) -> list[str]:
         """What starts ranks on all the nodes, `ranks_each` on each, when it is run on `head`."""
         program, *options = launcher()
