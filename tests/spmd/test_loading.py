@@ -1,4 +1,4 @@
-"""Memory of ranks that load together."""
+"""Ranks that load together: their memory, and what happens when one cannot read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from support.models import add_tokenizer, build
 from support.mpirun import mpirun
 
 LAYERS, ROWS, COLUMNS = 12, 2048, 3000  # 147 MB in bf16
@@ -73,3 +74,32 @@ def test_a_rank_holds_its_shard_and_little_more(tmp_path: Path) -> None:
         # 2 MB read, as much packed for others, 8 MB arriving, and room for the allocators of Python and MPI.
         assert rank["peak"] <= rank["shard"] + (2 + 2 + 8 + 16 << 20), ranks
         assert rank["shard"] < size / 3  # so that a rank that held all of it would be found
+
+
+BAD_DISK = """
+import errno, sys
+from mpi4py import MPI
+from spmd.checkpoint import file_reader
+from spmd.run import cli
+
+class BadDisk(file_reader.FileIO):
+    def readinto(self, buffer):
+        if MPI.COMM_WORLD.rank == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(buffer)
+
+file_reader.FileIO = BadDisk
+cli()
+"""
+
+
+def test_what_one_rank_cannot_read_ends_the_job(tmp_path: Path) -> None:
+    build(tmp_path, num_hidden_layers=2)
+    add_tokenizer(tmp_path, 131)
+    arguments = ["--model", str(tmp_path), "--tp", "3", "--kernels", "torch", "--prompt", "w6"]
+    done = mpirun(3, ["-c", BAD_DISK, *arguments])
+    assert done.code == 2, done.output
+    assert done.stderr.count(f"spmd: error: rank 2: {tmp_path / 'model.safetensors'} can't be read") == 1
+    assert "Input/output error" in done.stderr
+    assert "Traceback" not in done.stderr, done.output
+    assert done.seconds < 60, done.output
