@@ -14,7 +14,7 @@ from spmd.layers.kernels.quantized_tiles import (
     dequantize_blocks,
     quantized_dot,
 )
-from spmd.layers.kernels.simd import FLOAT16, FLOAT32, f32_pointer, i16_pointer, load_i64
+from spmd.layers.kernels.simd import FLOAT16, FLOAT32, f32_pointer, i16_pointer, load_i64, prefetch
 from spmd.layers.kernels.tiles import COLUMNS, MAX_ROWS, dot_tile
 from spmd.layers.quantized import BLOCK
 
@@ -104,26 +104,29 @@ def _multiply_part(
     blocks = (rows + MAX_ROWS - 1) // MAX_ROWS
     for k0 in range(0, k, BLOCK_INNER):
         inner = min(BLOCK_INNER, k - k0)
-        at_once = BLOCK_COLUMNS
+        at_once, segment, start = BLOCK_COLUMNS, inner * item, w + item * k0
         if kind > FLOAT16:  # the fp32 copies should stay in the first-level cache
             at_once = max(COLUMNS, min(BLOCK_COLUMNS, COPIED // inner // COLUMNS * COLUMNS))
+            segment, start = inner // BLOCK * block_bytes, w + k0 // BLOCK * block_bytes
         for c0 in range(first, last, at_once):
             columns = min(at_once, last - c0)
-            tile_kind, w_block, step = kind, w + c0 * w_stride + item * k0, w_stride
-            # Tiles read several rows of the weights at once, too many streams for the prefetchers: bring
-            # the block into cache in order first.
+            tile_kind, w_block, step = kind, start + c0 * w_stride, w_stride
             if kind > FLOAT16:
                 tile_kind, w_block, step = FLOAT32, scratch, 4 * BLOCK_INNER
                 for c in range(columns):
-                    source = w + (c0 + c) * w_stride + k0 // BLOCK * block_bytes
+                    source = start + (c0 + c) * w_stride
                     dequantize_blocks(kind, source, inner // BLOCK, scratch + c * step)
-            elif inner == k:
-                for place in range(0, columns * w_stride - 7, _LINE):
-                    touched |= load_i64(w_block + place)
-            else:
+            elif c0 == first:
+                # Tiles read several rows of the weights at once, too many streams for the prefetchers: bring
+                # the block into cache in order first, ...
                 for c in range(columns):
-                    for place in range(0, inner * item - 7, _LINE):
+                    for place in range(0, segment - 7, _LINE):
                         touched |= load_i64(w_block + c * w_stride + place)
+            # ... and the next one while this one is multiplied.
+            next_rows = min(at_once, last - c0 - columns)
+            next_row, next_place = start + (c0 + columns) * w_stride, 0
+            tiles = blocks * ((columns + COLUMNS - 1) // COLUMNS)
+            a_tile = (next_rows * ((segment + _LINE - 1) // _LINE) + tiles - 1) // tiles
             r0 = 0
             for block in range(blocks):
                 r1 = rows * (block + 1) // blocks
@@ -131,6 +134,12 @@ def _multiply_part(
                 out_block = out + r0 * out_stride + 4 * c0
                 paired = columns - columns % COLUMNS
                 for c in range(0, paired, COLUMNS):
+                    for _ in range(a_tile):
+                        if next_rows > 0:
+                            prefetch(next_row + next_place)
+                            next_place += _LINE
+                            if next_place >= segment:
+                                next_rows, next_row, next_place = next_rows - 1, next_row + w_stride, 0
                     w_row, place = w_block + c * step, out_block + 4 * c
                     dot_tile(
                         tile_kind,
