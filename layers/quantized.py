@@ -97,13 +97,24 @@ Weight = Tensor | QuantizedTensor
 
 
 def stack_rows(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
-    """Matrices one below the other: in blocks if all are of one kind, else as plain numbers of `dtype`."""
+    """Matrices one below the other: in blocks if all are, of Q8_0 where their kinds differ; else as plain
+    numbers of `dtype`."""
     if len(parts) == 1:
         return parts[0]
     blocks = [part for part in parts if isinstance(part, QuantizedTensor)]
-    if len(blocks) == len(parts) and len({part.kind for part in blocks}) == 1:
-        return QuantizedTensor(blocks[0].kind, cat_rows([part.blocks for part in blocks]))
-    return cat_rows([as_plain(part, dtype) for part in parts])
+    if len(blocks) < len(parts):
+        return cat_rows([as_plain(part, dtype) for part in parts])
+    kind = blocks[0].kind if len({part.kind for part in blocks}) == 1 else "Q8_0"
+    return QuantizedTensor(kind, cat_rows([_as_kind(part, kind).blocks for part in blocks]))
+
+
+def _as_kind(part: QuantizedTensor, kind: str) -> QuantizedTensor:
+    if part.kind == kind:
+        return part
+    if part.blocks.is_meta:
+        rows, columns = part.shape
+        return QuantizedTensor(kind, part.blocks.new_empty(rows, columns // BLOCK * BLOCK_BYTES[kind]))
+    return QuantizedTensor.quantize(part.dequantize(), kind)
 
 
 def cat_rows(parts: Sequence[Tensor]) -> Tensor:

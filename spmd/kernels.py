@@ -27,9 +27,10 @@ def make_team(node: Group, threads: int) -> ThreadTeam | None:
             except (ImportError, RuntimeError, OSError) as error:
                 reason = f"{type(error).__name__}: {error}"
         node.barrier()
-    if not all(node.all_gather_objects(team is not None)):
+    reasons = [found for found in node.all_gather_objects(reason) if found is not None]
+    if reasons:
         if node.rank == 0:
-            print(f"spmd: warning: no CPU kernels, plain torch is slower ({reason})", file=sys.stderr)
+            print(f"spmd: warning: no CPU kernels, plain torch is slower ({reasons[0]})", file=sys.stderr)
         return None
     return team
 

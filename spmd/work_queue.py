@@ -25,16 +25,17 @@ class SharedCounters:
         self._group.barrier()
         self._window = MPI.Win.Allocate(8 * count if self._group.rank == 0 else 0, 8, comm=self._group.comm)
         if self._group.rank == 0:
+            zeros = np.zeros(count, dtype=np.int64)
             self._window.Lock(0)
-            self._window.Put(np.zeros(count, dtype=np.int64), 0)
+            self._window.Put(zeros, 0)
             self._window.Unlock(0)
         self._group.barrier()
 
     def add(self, number: int, amount: int) -> int:
         """Add `amount` to a counter and return the value before."""
-        before = np.zeros(1, dtype=np.int64)
+        added, before = np.array([amount], dtype=np.int64), np.zeros(1, dtype=np.int64)
         self._window.Lock(0, MPI.LOCK_SHARED)
-        self._window.Fetch_and_op(np.array([amount], dtype=np.int64), before, 0, number, MPI.SUM)
+        self._window.Fetch_and_op(added, before, 0, number, MPI.SUM)
         self._window.Unlock(0)
         return int(before[0])
 

@@ -146,6 +146,8 @@ def _gate_body(activation: int) -> Callable[[Any, list[Any]], None]:
             if activation == _GELU_TANH:  # (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y))
                 cube = builder.fmul(builder.fmul(g, g), builder.fmul(g, _constant(g, 0.044715)))
                 inner = builder.fmul(builder.fadd(g, cube), _constant(g, 1.5957691216057308))
+            # Far below, where exp stops growing, a gate is closed.
+            g = builder.select(builder.fcmp_ordered("<", g, _constant(g, _LOWEST)), _constant(g, -0.0), g)
             below = builder.fadd(exp(builder, builder.fneg(inner)), _constant(g, 1.0))
             value = builder.fmul(
                 builder.fdiv(g, below), builder.load(_at(builder, up, place, vector), align=4)

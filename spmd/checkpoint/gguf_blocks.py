@@ -2,8 +2,8 @@
 
 Q8_0, Q4_0 and Q4_1 are computed on as they are. A block of Q4_K is eight blocks of Q4_1 whose scales are
 products of two numbers, rounded to fp16 here: 5 bits a weight instead of 4.5, off by 1 / 2000 of a scale. All
-other types become Q8_0, 8.5 bits a weight: its steps are at most a quarter of those of 5 and 6 bits. Layouts:
-ggml-common.h and ggml-quants.c of llama.cpp.
+other types become Q8_0, 8.5 bits a weight: its steps are at most a quarter of those that 5 and 6 bits have
+in the part of the block with the larger scale. Layouts: ggml-common.h and ggml-quants.c of llama.cpp.
 """
 
 from __future__ import annotations

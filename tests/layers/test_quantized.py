@@ -105,9 +105,16 @@ def test_stacked_rows_and_the_plain_product() -> None:
     first, second = in_blocks(torch.randn(5, 64), "Q4_0"), in_blocks(torch.randn(3, 64), "Q4_0")
     stacked = stack_rows([first, second], torch.float32)
     assert isinstance(stacked, QuantizedTensor)
-    mixed = stack_rows([first, in_blocks(torch.randn(3, 64), "Q8_0")], torch.bfloat16)
-    assert isinstance(mixed, torch.Tensor)
-    assert mixed.dtype == torch.bfloat16
+    wider = in_blocks(torch.randn(3, 64), "Q8_0")
+    mixed = stack_rows([first, wider], torch.bfloat16)
+    assert isinstance(mixed, QuantizedTensor)
+    assert mixed.kind == "Q8_0"
+    assert torch.equal(mixed[5:].blocks, wider.blocks)
+    step = first.dequantize().abs().amax() / 127
+    assert (mixed[:5].dequantize() - first.dequantize()).abs().max() <= 0.6 * step
+    plain = stack_rows([first, torch.randn(3, 64)], torch.bfloat16)
+    assert isinstance(plain, torch.Tensor)
+    assert plain.dtype == torch.bfloat16
     x = torch.randn(4, 64)
     want = x @ torch.cat([first.dequantize(), second.dequantize()]).T
     torch.testing.assert_close(linear(x, stacked), want)
