@@ -112,7 +112,7 @@ def test_stacked_rows_and_the_plain_product() -> None:
     assert torch.equal(mixed[5:].blocks, wider.blocks)
     step = first.dequantize().abs().amax() / 127
     assert (mixed[:5].dequantize() - first.dequantize()).abs().max() <= 0.6 * step
-    plain = stack_rows([first, torch.randn(3, 64)], torch.bfloat16)
+    plain = stack_rows([first, torch.randn(3, 64).bfloat16()], torch.bfloat16)
     assert isinstance(plain, torch.Tensor)
     assert plain.dtype == torch.bfloat16
     x = torch.randn(4, 64)
