@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from spmd.checkpoint.stored import Part, Region, StoredTensor
 
 PIECE_BYTES = 8 << 20  # of one read
 READ_BYTES = 16 << 20  # that one rank reads in a round
 ARRIVING_BYTES = 64 << 20  # that one rank gets in a round
+OPEN_ROUNDS = 4  # that are filled at a time: so many rounds early a piece may come
 
 
 @dataclass(frozen=True)
@@ -58,35 +57,46 @@ def plan_load(
     stored: Mapping[str, StoredTensor], wanted: Sequence[Sequence[tuple[str, Region]]], replicas: int
 ) -> LoadPlan:
     """`wanted`: for each place (pipeline stage and tensor-parallel rank) the regions it needs, in the order
-    in which it needs them. Every byte is read once, by the rank that has the least to read among those that
-    need it. All stages advance together: a tensor's turn is the share of a place's bytes that come before it.
+    in which it needs them. Every byte is read once, by a rank that needs it.
+
+    All places advance together, so that all ranks read all the time: a piece's turn is the share of a place's
+    bytes that come before it. Of several ranks that need a piece the one that can read it first does, or else
+    the one that has least to read.
     """
-    uses = _uses(wanted)
-    order = sorted(uses, key=lambda name: min(turn for turn, _ in uses[name]))
-    builder = _Rounds(len(wanted), replicas)
-    for name in order:
-        wants = [want for _, want in uses[name]]
-        for part in stored[name].parts:
-            for region, piece_wants in _pieces(part, wants):
-                builder.add(name, part, region, piece_wants)
-    return LoadPlan(builder.finish(), len(wanted), replicas)
-
-
-Turn = tuple[float, int, int]
-
-
-def _uses(wanted: Sequence[Sequence[tuple[str, Region]]]) -> dict[str, list[tuple[Turn, Want]]]:
-    """For each tensor who wants what of it, and when."""
-    uses: dict[str, list[tuple[Turn, Want]]] = {}
+    uses: dict[str, list[Want]] = {}
     for place, regions in enumerate(wanted):
-        total = max(1, sum(region.nbytes for _, region in regions))
-        before = 0
         for number, (name, region) in enumerate(regions):
             if region.nbytes:
-                turn = (before / total, place, number)
-                uses.setdefault(name, []).append((turn, Want(place, number, region)))
-            before += region.nbytes
-    return uses
+                uses.setdefault(name, []).append(Want(place, number, region))
+    turns = _Turns(wanted)
+    pieces = [
+        (min(map(turns.of, piece_wants)), name, part, region, piece_wants)
+        for name, wants in uses.items()
+        for part in stored[name].parts
+        for region, piece_wants in _pieces(part, wants)
+    ]
+    pieces.sort(key=lambda piece: piece[0])
+    rounds = _Rounds(len(wanted), replicas)
+    for _, name, part, region, piece_wants in pieces:
+        rounds.add(name, part, region, piece_wants)
+    return LoadPlan(rounds.finish(), len(wanted), replicas)
+
+
+class _Turns:
+    """When a place needs the rows of a want: the share of its bytes before them, then place and number."""
+
+    def __init__(self, wanted: Sequence[Sequence[tuple[str, Region]]]) -> None:
+        self._wanted = wanted
+        self._before = [
+            list(accumulate((region.nbytes for _, region in regions), initial=0)) for regions in wanted
+        ]
+
+    def of(self, want: Want) -> tuple[float, int, int]:
+        """Its region may be a part of the one that is wanted."""
+        before = self._before[want.place]
+        _, whole = self._wanted[want.place][want.number]
+        rows = want.region.rows[0] - whole.rows[0]
+        return (before[want.number] + rows * whole.shape[1]) / before[-1], want.place, want.number
 
 
 def _pieces(part: Part, wants: Sequence[Want]) -> list[tuple[Region, tuple[Want, ...]]]:
@@ -112,43 +122,54 @@ def _pieces(part: Part, wants: Sequence[Want]) -> list[tuple[Region, tuple[Want,
     return pieces
 
 
+@dataclass
+class _Round:
+    reading: list[int]  # bytes of each rank
+    arriving: list[int]  # bytes at each place
+    pieces: list[Piece] = field(default_factory=list)
+
+    def takes(self, arriving: Mapping[int, int]) -> bool:
+        """A place gets ARRIVING_BYTES at most, or one piece."""
+        return all(
+            not self.arriving[place] or self.arriving[place] + size <= ARRIVING_BYTES
+            for place, size in arriving.items()
+        )
+
+    def can_read(self, rank: int, size: int) -> bool:
+        """A rank reads READ_BYTES at most, or one piece."""
+        return not self.reading[rank] or self.reading[rank] + size <= READ_BYTES
+
+
 class _Rounds:
-    """Gives each piece a reader and fills round after round."""
+    """Gives each piece a reader and the first of the last OPEN_ROUNDS rounds that has room for it."""
 
     def __init__(self, places: int, replicas: int) -> None:
-        self._loads = np.zeros((replicas, places), dtype=np.int64)
-        self._reading = np.zeros((replicas, places), dtype=np.int64)  # in the round that is being filled
-        self._arriving = np.zeros(places, dtype=np.int64)
-        self._rounds: list[tuple[Piece, ...]] = []
-        self._pieces: list[Piece] = []
+        self._places = places
+        self._loads = [0] * (places * replicas)
+        self._rounds: list[_Round] = []
 
     def add(self, name: str, part: Part, region: Region, wants: tuple[Want, ...]) -> None:
-        places = sorted({want.place for want in wants})
-        replica, index = np.unravel_index(
-            int(self._loads[:, places].argmin()), (len(self._loads), len(places))
-        )
-        reader = (int(replica), places[int(index)])
-        arriving = np.zeros_like(self._arriving)
+        arriving: dict[int, int] = {}
         for want in wants:
-            arriving[want.place] += want.region.nbytes
-        too_much = self._reading[reader] + region.nbytes > READ_BYTES
-        if self._pieces and (too_much or (self._arriving + arriving).max() > ARRIVING_BYTES):
-            self._close()
-        self._arriving += arriving
-        self._reading[reader] += region.nbytes
+            arriving[want.place] = arriving.get(want.place, 0) + want.region.nbytes
+        taken, reader = self._choose(region.nbytes, arriving)
+        for place, size in arriving.items():
+            taken.arriving[place] += size
+        taken.reading[reader] += region.nbytes
         self._loads[reader] += region.nbytes
-        row_bytes = region.shape[1]
-        offset = part.offset + (region.rows[0] - part.region.rows[0]) * row_bytes
-        rank = reader[0] * self._loads.shape[1] + reader[1]
-        self._pieces.append(Piece(name, part.file, offset, region, rank, wants))
+        offset = part.offset + (region.rows[0] - part.region.rows[0]) * region.shape[1]
+        taken.pieces.append(Piece(name, part.file, offset, region, reader, wants))
 
     def finish(self) -> tuple[tuple[Piece, ...], ...]:
-        if self._pieces:
-            self._close()
-        return tuple(self._rounds)
+        return tuple(tuple(filled.pieces) for filled in self._rounds)
 
-    def _close(self) -> None:
-        self._rounds.append(tuple(self._pieces))
-        self._pieces = []
-        self._reading[:] = 0
-        self._arriving[:] = 0
+    def _choose(self, size: int, arriving: Mapping[int, int]) -> tuple[_Round, int]:
+        ranks = [rank for place in arriving for rank in range(place, len(self._loads), self._places)]
+        ranks.sort(key=self._loads.__getitem__)
+        for filled in self._rounds[-OPEN_ROUNDS:]:
+            if filled.takes(arriving):
+                for rank in ranks:
+                    if filled.can_read(rank, size):
+                        return filled, rank
+        self._rounds.append(_Round([0] * len(self._loads), [0] * self._places))
+        return self._rounds[-1], ranks[0]
