@@ -36,11 +36,13 @@ class Group(ABC):
 
     Attributes: `rank` and `size` in the group; `comm`, a communicator of its own; `ranks`, the
     members' ranks in the whole job; `name`, used in messages; `backend`: "single", "shm", "mpi",
-    "hierarchical" or "nccl"; `capturable`: whether a CUDA graph can hold collectives of GPU tensors.
+    "hierarchical" or "nccl"; `capturable`: whether a CUDA graph can hold collectives of GPU tensors;
+    `receives_early`: whether a receive holds nothing up, however long before its message it is posted.
     """
 
     backend: str
     capturable = False
+    receives_early = True
 
     def __init__(
         self, comm: MPI.Intracomm, name: str = "group", timeout_s: float = DEFAULT_TIMEOUT_S

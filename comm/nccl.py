@@ -52,6 +52,8 @@ class NcclGroup(Group):
 
     backend = "nccl"
     capturable = True
+    # The first receive on a route waits for its sender on the host, and every one occupies the device.
+    receives_early = False
 
     def __init__(
         self, host: Group, library: NcclLibrary, device: torch.device, communicator: Communicator
@@ -289,9 +291,9 @@ class NcclGroup(Group):
         if self.one_shot is not None:
             self.one_shot.close()
         with self._lock:
-            for communicator in self._open:
-                communicator.destroy()
-            self._open.clear()
+            communicators, self._open = self._open, []
+        for communicator in communicators:  # without the lock: NCCL may take its time, the watchdog does not
+            communicator.destroy()
         self._channels.clear()
         self._host._free_memory()
 

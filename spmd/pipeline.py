@@ -1,7 +1,7 @@
 """One rank's part in carrying micro-batches through the pipeline stages.
 
 Every rank of a replica knows the shape of every message, so receives are posted as soon as a micro-batch is
-scheduled, and nothing but activations and sampled ids travels.
+scheduled (where they hold nothing up), and nothing but activations and sampled ids travels.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MicroBatch:
 
     batch: None where a recorded step (see cuda_graphs.py) takes `host` as it is. sampled `[sampling, width]`
     and scores `[scored, width]` (fp64, see wire.py) are there, or on their way in `pending`. hidden: for each
-    of this rank's stages, the hidden states it starts from. rows: how the next tokens are chosen, and
-    winners: what a recorded step has found for them, both on the last stage.
+    of this rank's stages, the hidden states it starts from, once they are asked for. rows: how the next tokens
+    are chosen, and winners: what a recorded step has found for them, both on the last stage.
     """
 
     chunks: list[Chunk]
@@ -88,7 +88,7 @@ class Pipeline:
         return self.stages[-1].last
 
     def start(self, chunks: list[Chunk], output_rows: np.ndarray | None = None) -> MicroBatch:
-        """Lay out a micro-batch and post every receive it needs here."""
+        """Lay out a micro-batch and post the receives it needs here, but for those that `run` posts."""
         self._sends = [send for send in self._sends if not send.test()]
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         scored = _scored_positions(chunks)
@@ -100,6 +100,8 @@ class Pipeline:
                 batch = host.with_spans(self._placement.device)
             else:
                 batch = host.with_tables(self._paging)
+        # What later stages of this rank start from depends on what this rank has yet to send.
+        early = len(self.stages) if self.grid.pp.receives_early else 1
         micro = MicroBatch(
             chunks,
             host,
@@ -108,7 +110,10 @@ class Pipeline:
             scored,
             torch.empty(len(sampling), wire.row_width(sampling), dtype=torch.float64),
             torch.empty(len(scored), wire.score_width([s for s, _ in scored]), dtype=torch.float64),
-            [self._post_hidden(stage, number, host.tokens) for number, stage in enumerate(self.stages)],
+            [
+                self._post_hidden(stage, number, host.tokens) if number < early else None
+                for number, stage in enumerate(self.stages)
+            ],
         )
         if self.is_last:
             micro.rows = [_sample_row(sequence) for sequence in sampling]
@@ -124,6 +129,8 @@ class Pipeline:
         stage, cache, pp = self.stages[number], self.caches[number], self.grid.pp
         hidden = micro.hidden[number]
         micro.hidden[number] = None
+        if hidden is None:
+            hidden = self._post_hidden(stage, number, micro.host.tokens)
         if isinstance(hidden, PendingRecv):
             with self._clock.span(WAIT):
                 hidden = hidden.wait()

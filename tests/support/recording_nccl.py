@@ -2,9 +2,10 @@
 
 Its collectives are real, over MPI, on the addresses they are given, so results over several ranks can be
 checked; and it writes down every call with its arguments. It is as strict as NCCL or stricter: ranks whose
-calls do not match are told, what is in a group is done at the group's end, and what is on a stream other than
-the current one is only there for who waits for it. It shows nothing of NCCL's own speed, order of additions
-or need of memory, nor that a GPU's streams behave as these.
+calls do not match are told, what is in a group is done at the group's end, what is on a stream other than
+the current one is only there for who waits for it, and the first message from one rank to another holds each
+up until the other has made its call. It shows nothing of NCCL's own speed, order of additions or need of
+memory, nor that a GPU's streams behave as these.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ TYPES = {getattr(torch, kind.name): kind for kind in DataType}
 DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
 CURRENT_STREAM = 7
 _TAG = 20000
+_CONNECT = 100  # and the sender: tags of a communicator's own
+_CONNECT_S = 30.0
 
 
 class StandInError(RuntimeError):
@@ -208,6 +211,7 @@ class StandInCommunicator:
         self.number = number
         self.unique_id = unique_id
         self.state = "open"
+        self.connected: set[tuple[int, int]] = set()
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         self._note("allReduce", (sendbuf, recvbuf, count, int(datatype), int(op), stream))
@@ -269,11 +273,13 @@ class StandInCommunicator:
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._note("send", (sendbuf, count, int(datatype), peer, stream))
+        self._connect(self.comm.rank, peer)
         request = self.comm.Isend([_bytes(sendbuf, count, datatype), MPI.BYTE], peer)
         self.library.streams[stream].requests.append(request)
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._note("recv", (recvbuf, count, int(datatype), peer, stream))
+        self._connect(peer, self.comm.rank)
         request = self.comm.Irecv([_bytes(recvbuf, count, datatype), MPI.BYTE], peer)
         self.library.streams[stream].requests.append(request)
 
@@ -289,6 +295,19 @@ class StandInCommunicator:
         assert self.state == "open"
         self.state = "destroyed"
         self.comm.Free()
+
+    def _connect(self, source: int, target: int) -> None:
+        """The first time, wait on the host until the other end makes the call that matches."""
+        if (source, target) in self.connected:
+            return
+        self.connected.add((source, target))
+        peer, tag, nothing = source + target - self.comm.rank, _CONNECT + source, bytearray(0)
+        requests = [self.comm.Isend(nothing, peer, tag), self.comm.Irecv(nothing, peer, tag)]
+        deadline = time.monotonic() + _CONNECT_S
+        while not MPI.Request.Testall(requests):
+            if time.monotonic() > deadline:
+                raise StandInError(f"the first message from {source} to {target} waits for the other end")
+            time.sleep(0.0005)
 
     def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
         assert self.state == "open", f"{name} on a communicator that is {self.state}"
