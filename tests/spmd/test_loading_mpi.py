@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 from mpi4py import MPI
 from support.command import call
-from support.models import Reference, grid_name, grids, on_rank_zero, random_ids, running
+from support.models import Reference, at_most, grid_name, grids, on_rank_zero, random_ids, running
 
 from spmd.building import build_stages, record_requests
-from spmd.checkpoint import load_plan
+from spmd.checkpoint import load_plan, resolve
 from spmd.checkpoint.cooperative import CooperativeWeights
 from spmd.checkpoint.open import open_checkpoint
 from spmd.checkpoint.sharded_source import ShardedSource
+from spmd.comm.errors import UserError
 from spmd.comm.grid import Grid
 from spmd.layers.weights import Placement
 from spmd.opening import open_model
@@ -44,6 +46,20 @@ def loaded(path: Path, **sizes: Any) -> tuple[CooperativeWeights, int]:
     read = sum(WORLD.allgather(weights.exchange.files.bytes_read))
     grid.free()
     return weights, read
+
+
+@at_most(2)
+def test_a_download_may_take_longer_than_any_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(model: str | None) -> Path:
+        assert WORLD.rank == 0
+        time.sleep(5)
+        raise UserError(f"model {model} has moved")
+
+    monkeypatch.setattr(resolve, "resolve_model", download)
+    grid = Grid.create(WORLD, tp=WORLD.size, timeout_s=3.0)
+    with pytest.raises(UserError, match=r"^model org/name has moved$"):
+        open_model(EngineOptions(model="org/name"), grid)
+    grid.free()
 
 
 @pytest.mark.parametrize("sizes", grids(), ids=grid_name)
