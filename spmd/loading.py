@@ -59,7 +59,8 @@ def load(options: EngineOptions, grid: Grid) -> LoadedModel:
     checkpoint, config, parts = model.checkpoint, model.config, model.parts
     path = checkpoint.path
     with agreed(grid.world):
-        dtype = _dtype(options.dtype, config.dtype)
+        blocks_on_gpu = model.keep_blocks and device.type == "cuda"
+        dtype = computed_dtype(options.dtype, config.dtype, blocks_on_gpu)
         # Before the weights, which take long, are read.
         tokenizer = load_tokenizer(path, checkpoint.gguf_metadata) if grid.world.rank == 0 else None
     clock, tp = Clock(), grid.tp
@@ -128,8 +129,15 @@ class _TokenizerOnDemand:
         return self._tokenizer
 
 
-def _dtype(wanted: str, stored: str | None) -> torch.dtype:
+def computed_dtype(wanted: str, stored: str | None, blocks_on_gpu: bool) -> torch.dtype:
+    """What `--dtype` asks for, or with "auto" what fits a checkpoint of type `stored`.
+
+    blocks_on_gpu: its matrices stay in blocks of few bits, whose kernels there are made for 16-bit numbers.
+    Raises `UserError` for a type that is not computed in.
+    """
     name = wanted if wanted != "auto" else (stored or "float32")
+    if wanted == "auto" and blocks_on_gpu and name == "float32":
+        name = "bfloat16"
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise UserError(f"the checkpoint's dtype {name!r} cannot be computed in; give --dtype")

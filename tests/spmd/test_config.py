@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spmd.comm.errors import UserError
 from spmd.config import HIDDEN_ACTS, ModelConfig
 from spmd.layers.mlp import ACTIVATIONS
+from spmd.loading import computed_dtype
 from spmd.rope_config import RopeConfig
 
 SIZES = {
@@ -191,6 +193,23 @@ def test_every_end_id_of_both_files() -> None:
     outside = ModelConfig.from_dict({**config, "eos_token_id": [-1, 128, 127], "bos_token_id": -1})
     assert outside.eos_token_ids == (127,)
     assert outside.bos_token_id is None
+
+
+def test_what_is_computed_in() -> None:
+    wide = torch.float32
+    for wanted, stored, blocks_on_gpu, expected in (
+        ("auto", "float32", False, wide),
+        ("auto", None, False, wide),
+        ("auto", "float16", False, torch.float16),
+        ("auto", "float32", True, torch.bfloat16),
+        ("auto", None, True, torch.bfloat16),
+        ("auto", "float16", True, torch.float16),
+        ("float32", "bfloat16", False, wide),
+        ("float16", "float32", False, torch.float16),
+    ):
+        assert computed_dtype(wanted, stored, blocks_on_gpu) == expected
+    with pytest.raises(UserError, match="'float64' cannot be computed in; give --dtype"):
+        computed_dtype("auto", "float64", False)
 
 
 def test_dtype_spellings() -> None:
