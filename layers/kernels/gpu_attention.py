@@ -12,7 +12,11 @@ from spmd.layers.kernels.gpu_softmax import attend_range, finish
 from spmd.layers.kernels.paged import HeadGroups, PagedBatch
 
 
-@triton.jit
+# What changes from batch to batch is not compiled for.
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride"],
+    do_not_specialize_on_alignment=["tables", "starts", "kv_lens"],
+)
 def prefill_kernel(
     q: tl.tensor,
     keys: tl.tensor,

@@ -15,7 +15,7 @@ from spmd.layers.kernels.gpu_softmax import attend_range, finish
 from spmd.layers.kernels.paged import HeadGroups, PagedBatch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     q: tl.tensor,
     keys: tl.tensor,

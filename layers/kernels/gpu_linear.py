@@ -30,6 +30,8 @@ def linear(
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if not rows or not columns:
         return out
+    if not x.shape[1]:  # of a rank without heads, say
+        return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     if isinstance(weight, QuantizedTensor):
         (blocks_few_rows if rows <= FEW_ROWS else blocks_many_rows)(x, weight, bias, out)
     elif isinstance(weight, Fp8Weight) and rows > FEW_ROWS:

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd.layers.attention import AttentionBatch
 
 BLOCK_SIZE = 16  # tokens, as in spmd/block_pool.py
-_WORTH_SPLITTING = 256  # keys a decode program should have at least
+_WORTH_SPLITTING = 256  # keys a decode program should have at least; rounding may halve them
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,12 @@ class PagedBatch:
 
 
 def choose_splits(sequences: int, num_kv_heads: int, max_kv_len: int, multiprocessors: int) -> int:
-    """Parts to cut decode sequences of up to `max_kv_len` tokens into, at most 64.
+    """Parts to cut decode sequences of up to `max_kv_len` tokens into: 1, 2, 4, ... 64, each a kernel.
 
     Enough programs to give every multiprocessor two (decode waits for memory: more in flight is faster),
     but none with so few keys that starting it costs more than reading them.
     """
     programs = max(1, sequences * num_kv_heads)
     wanted = -(-2 * multiprocessors // programs)
-    return max(1, min(wanted, -(-max_kv_len // _WORTH_SPLITTING), 64))
+    splits = max(1, min(wanted, -(-max_kv_len // _WORTH_SPLITTING), 64))
+    return 1 << (splits - 1).bit_length()

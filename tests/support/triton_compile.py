@@ -87,18 +87,20 @@ def _launch(kernel: JITFunction, arguments: tuple[Any, ...], named: dict[str, An
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = values.pop(parameter.name)
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        special = not parameter.do_not_specialize
+        aligned = special and not parameter.do_not_specialize_on_alignment
+        if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             # What a tensor points to begins at 16 bytes unless it is a part of another one.
             signature[parameter.name] = "*" + _TYPES[value.dtype]
-            if value.storage_offset() * value.element_size() % 16 == 0:
+            if aligned and value.storage_offset() * value.element_size() % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if aligned and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     if values:
         raise TypeError(f"{kernel.__name__} has no parameters {', '.join(values)}")

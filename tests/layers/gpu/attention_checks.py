@@ -127,7 +127,7 @@ def test_batches_from_spans() -> None:
 
 def test_splits_fill_the_card_but_stay_worth_it() -> None:
     assert choose_splits(1, 8, 8192, 132) == 32  # 33 would give two programs each, of less than 256 keys
-    assert choose_splits(1, 8, 131072, 132) == 33
+    assert choose_splits(1, 8, 131072, 132) == 64  # 33, made a power of two
     assert choose_splits(64, 8, 131072, 132) == 1
     assert choose_splits(1, 1, 10**6, 132) == 64
     assert choose_splits(0, 0, 0, 132) == 1

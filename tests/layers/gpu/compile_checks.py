@@ -32,7 +32,14 @@ def blocks(kind: str) -> QuantizedTensor:
 
 
 def attention(
-    groups: list[int], dim: int, decode: int, prefill: int, splits: int, *rest: object, queries: int = 2000
+    groups: list[int],
+    dim: int,
+    decode: int,
+    prefill: int,
+    splits: int,
+    *rest: object,
+    queries: int = 2000,
+    blocks: int = 512,
 ) -> None:
     index = [head for head, count in enumerate(groups) for _ in range(count)]
     built = HeadGroups.build(index, len(groups))
@@ -40,7 +47,7 @@ def attention(
     sequences, tokens = decode + prefill, decode + prefill * queries
     batch = PagedBatch(
         meta(tokens, dtype=torch.int64),
-        meta(sequences, 512, dtype=torch.int32),
+        meta(sequences, blocks, dtype=torch.int32),
         meta(sequences + 1, dtype=torch.int32),
         meta(sequences, dtype=torch.int32),
         decode,
@@ -120,6 +127,16 @@ def test_compiles(card: int, case: str) -> None:
         print(f"{case}: {launch.kernel.__name__} for sm_{card}: {found}")
         assert found.shared <= SHARED[card]
         assert found.stack <= MOST_STACK
+
+
+def test_one_kernel_serves_batches_of_any_size() -> None:
+    """However many sequences there are, from whichever on, and however wide their tables."""
+    with recorded_launches() as launches:
+        for decode, prefill, width in ((1, 1, 1), (3, 1, 512), (4, 16, 511), (16, 17, 16)):
+            attention([4] * 8, 128, decode, prefill, 1, blocks=width)
+    kernels = {(launch.kernel.__name__, launch.key) for launch in launches}
+    assert len(launches) == 8
+    assert sorted(name for name, _ in kernels) == ["decode_kernel", "prefill_kernel"]
 
 
 def test_refuses_what_a_card_has_not() -> None:

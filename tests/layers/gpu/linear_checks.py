@@ -61,6 +61,20 @@ def test_plain_weights_of_any_width() -> None:
         torch.testing.assert_close(KERNEL(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_weights_without_an_inner_width_give_the_bias(kind: str, rows: int) -> None:
+    weight: object = QuantizedTensor(kind, torch.zeros(3, 0, dtype=torch.uint8, device=DEVICE))
+    if kind == "fp8":
+        empty = torch.zeros(3, 0, device=DEVICE).to(torch.float8_e4m3fn)
+        weight = Fp8Weight(empty, torch.ones(3, device=DEVICE))
+    x, bias = torch.zeros(rows, 0, device=DEVICE), torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
+    out = torch.full((rows, 3), torch.nan, device=DEVICE)
+    assert KERNEL(x, weight, bias, out) is out
+    assert out.tolist() == [[1.0, 2.0, 3.0]] * rows
+    assert KERNEL(x, weight).tolist() == [[0.0, 0.0, 0.0]] * rows
+
+
 def test_every_fp8_number() -> None:
     """All 256 patterns by their product with one; NaN stays NaN."""
     numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)[:, None]
