@@ -36,10 +36,11 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._side = torch.cuda.Stream(device)  # of one's own: torch hands out the same 32 over and over
         self._pool: Any = None
 
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        side = torch.cuda.Stream(self._device)
+        side = self._side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
@@ -153,6 +154,11 @@ class DecodeGraphs:
         if not stage.first:
             shape = (largest, stage.hidden_size)
             hidden = torch.zeros(shape, dtype=placement.activation_dtype, device=placement.device)
+        # Logits of one place for all sizes: those that a graph holds are a graph's for good.
+        self._logits: Tensor | None = None
+        if stage.head is not None:
+            columns = stage.head.weight.shape[0]
+            self._logits = torch.empty(largest, columns, dtype=torch.float32, device=placement.device)
         self.inputs = StaticInputs(largest, blocks_for(max_model_len), hidden, placement.device)
         self._steps: dict[int, tuple[list[Tensor], Callable[[], None]]] = {}
         # The largest first: what the others need then fits into the memory it has taken.
@@ -201,6 +207,8 @@ class DecodeGraphs:
         )
         hidden = inputs.hidden[:size] if inputs.hidden is not None else None
         out = self._stage.forward(batch, hidden, self._cache.keys, self._cache.values)
+        if self._logits is not None:
+            out = self._logits[:size].copy_(out)
         kernels = self._stage.placement.gpu
         if not self._stage.last or kernels is None:
             return [out]

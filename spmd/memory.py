@@ -45,7 +45,8 @@ def working_bytes(
     hidden: int, widths: int, vocab: int, tokens: int, rows: int, itemsize: int, recorded: bool
 ) -> int:
     """What a stage needs on a GPU besides weights and cache, in bytes, estimated: activations of `tokens`
-    tokens, logits of `rows` rows, and the same for `rows` tokens in the memory of recorded steps.
+    tokens, logits of `rows` rows, and the same for `rows` tokens in the memory of recorded steps, with the
+    place that all their logits are copied to.
 
     hidden: features of hidden states. widths: of everything else between two sums (q, k, v, what is attended,
     gate, up and their product), together. vocab: columns of the logits here, 0 on stages without a head.
@@ -55,7 +56,7 @@ def working_bytes(
     logits = rows * vocab * (itemsize + 4 + 16)  # as computed, in fp32, and fp64 copies while sampling
     work = tokens * token + logits
     if recorded:
-        work += rows * token + logits
+        work += rows * (token + 4 * vocab) + logits
     return work + _WORK_RESERVE
 
 

@@ -147,6 +147,12 @@ def test_what_is_no_plain_decode_is_computed_step_by_step(zoo: dict[str, Referen
         kept = logits.clone()
         llm.generate(reference.ids[1:3], GREEDY)
         assert capture.replays > 0
+        (graphs,) = llm.engine.pipeline._graphs or []
+        results = [found for found, _ in graphs._steps.values()]
+    assert len(results) == 4
+    # The logits of all sizes are in one place, or each would hold memory of its own.
+    assert len({found[0].untyped_storage().data_ptr() for found in results}) == 1
+    assert {found[0].shape[0] for found in results} == {1, 2, 4, 5}
     torch.testing.assert_close(logits, kept)  # not the memory of a recorded step
     np.testing.assert_allclose(logits.numpy(), reference.logits[0], rtol=1e-3, atol=1e-3)
     assert scored[0].prompt_logprobs is not None

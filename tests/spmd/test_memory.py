@@ -28,7 +28,7 @@ def test_work_is_left_room_for() -> None:
     widths = 2 * 40 * 128 + 3 * 14336
     assert working_bytes(4096, widths, 128256, 2048, 64, 2, recorded=False) == eager
     recorded = working_bytes(4096, widths, 128256, 2048, 64, 2, recorded=True)
-    assert recorded == eager + 64 * features * 2 + logits
+    assert recorded == eager + 64 * (features * 2 + 128256 * 4) + logits
 
 
 def test_no_room_for_a_block_says_what_to_lower() -> None:
