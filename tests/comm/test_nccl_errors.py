@@ -4,6 +4,7 @@ How NCCL itself fails, and how long it takes to notice, is not shown."""
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from support.recording_nccl import RecordingNccl
 
 from spmd.comm.errors import UserError
 from spmd.comm.grid import Grid
-from spmd.comm.group import Group
+from spmd.comm.group import Group, make_group
 from spmd.comm.nccl import NcclGroup
 from spmd.comm.nccl_choice import over_nccl
 from spmd.comm.nccl_library import find_library, find_problem
@@ -173,6 +174,20 @@ def test_a_grid_asks_for_nccl_where_tensors_of_the_device_travel(
     assert asked == ([] if backend == "mpi" else [("pp", GPU, backend == "nccl")])
     assert grid.world.all_gather_objects(1) == [1] * WORLD.size
     grid.free()
+
+
+def test_the_watchdog_is_answered_while_communicators_end() -> None:
+    answers: list[str | None] = []
+
+    class Ending:
+        def destroy(self) -> None:
+            thread = threading.Thread(target=lambda: answers.append(group.find_fault()), daemon=True)
+            thread.start()
+            thread.join(10.0)
+
+    group = NcclGroup(make_group(MPI.COMM_SELF), RecordingNccl(), CPU, Ending())  # type: ignore[arg-type]
+    group.free()
+    assert answers == [None]
 
 
 def test_which_ranks_can_have_a_communicator() -> None:
