@@ -193,15 +193,6 @@ def _prefetch(builder: Any, args: list[Any]) -> None:
 prefetch = _define(types.void, (types.int64,), _prefetch)
 
 
-def _prefetch(builder: Any, args: list[Any]) -> None:
-    """Ask for the cache line at an address, into the second-level cache; it need not exist."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, second_level, data = (ir.Constant(I32, number) for number in (0, 2, 1))
-    builder.call(function, [pointer(builder, args[0], I8), read, second_level, data])
-
-
-prefetch = _define(types.void, (types.int64,), _prefetch)
 store_bf16 = _define(types.void, (types.int64, types.float32), _store_bf16)
 store_f16 = _define(types.void, (types.int64, types.float32), _store_f16)
 load_i64 = _define(
