@@ -15,6 +15,8 @@ from mpi4py import MPI
 WORLD = MPI.COMM_WORLD
 # A multi-rank test that takes longer has hung: every rank prints where it stands, and the job ends.
 MULTI_RANK_LIMIT_S = 240.0
+# More ranks show nothing new about a single collective, slowly: of tests/comm only smoke tests run there.
+MOST_FOR_COLLECTIVES = 4
 
 
 def pytest_report_header() -> str:
@@ -35,6 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         plain = [item for item in items if item.get_closest_marker("mpi") is None]
         config.hook.pytest_deselected(items=plain)
         items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
+    if WORLD.size > MOST_FOR_COLLECTIVES:
+        left_out = [item for item in items if item.path.parent.name == "comm" and not _is_smoke(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _is_smoke(item: pytest.Item) -> bool:
+    return item.get_closest_marker("smoke") is not None
 
 
 @pytest.hookimpl(wrapper=True)
