@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd.checkpoint.gguf_decode import FLOAT_TYPES
-from spmd.checkpoint.source import Bounds, bounds_shape
+from spmd.checkpoint.decode import FLOAT_TYPES
+from spmd.checkpoint.slices import Bounds, bounds_shape
 from spmd.checkpoint.stored import Region, StoredTensor
 from spmd.layers.quantized import BLOCK, BLOCK_BYTES, QuantizedTensor
 
@@ -75,7 +75,7 @@ class Assembly:
         return self._matrix().view(torch.uint8)[part.within(self.region)[0]]
 
     def place(self, part: Region, raw: Tensor) -> None:
-        """See `Sink`. Raises `UserError` for a type that can't be decoded."""
+        """See `Sink`."""
         rows, columns = part.within(self.region)
         target = self._matrix()
         size, block_bytes = self._stored.block

@@ -13,7 +13,8 @@ from torch import Tensor
 from spmd.checkpoint.assembly import Assembly
 from spmd.checkpoint.exchange import Exchange
 from spmd.checkpoint.load_plan import plan_load
-from spmd.checkpoint.source import Bounds, Index, TensorSource, bounds_shape, slice_bounds
+from spmd.checkpoint.slices import Bounds, Index, bounds_shape, slice_bounds
+from spmd.checkpoint.source import TensorSource
 from spmd.checkpoint.stored import Region, StoredTensor
 from spmd.checkpoint.weights import WeightReader
 from spmd.comm.errors import UserError

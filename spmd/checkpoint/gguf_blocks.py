@@ -34,11 +34,6 @@ def to_computed(raw: np.ndarray, type_name: str, decode: Callable[[np.ndarray], 
     return QuantizedTensor.quantize(decode(raw), COMPUTED_KINDS[type_name]).blocks
 
 
-def computed_bytes(type_name: str, values: int) -> int:
-    """Bytes that so many values of a row, a multiple of 32, have in `COMPUTED_KINDS[type_name]`."""
-    return values // BLOCK * BLOCK_BYTES[COMPUTED_KINDS[type_name]]
-
-
 def _q4_k_as_q4_1(raw: np.ndarray) -> np.ndarray:
     """d, dmin (fp16), eight 6-bit scales and minimums in 12 bytes, 256 4-bit numbers: of each 32 bytes, low
     halves are one part of 32 numbers and high halves the next."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from spmd.checkpoint.gguf_config import config_from_gguf, generation_config_from_gguf
 from spmd.checkpoint.gguf_source import GGUFSource
@@ -18,11 +18,10 @@ from spmd.comm.errors import UserError
 
 @dataclass
 class Checkpoint:
-    """A model on storage. `config` and `generation_config` have Hugging Face's keys for both kinds;
+    """A model on storage. `config` and `generation_config` have Hugging Face's keys for all formats;
     `gguf_metadata` (None for a folder) also holds the tokenizer."""
 
     path: Path
-    kind: Literal["huggingface", "gguf"]
     config: dict[str, Any]
     generation_config: dict[str, Any]
     source: TensorSource
@@ -48,7 +47,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     source = GGUFSource(path)
     return Checkpoint(
         path=path,
-        kind="gguf",
         config=config_from_gguf(source.metadata, source),
         generation_config=generation_config_from_gguf(source.metadata),
         source=source,
@@ -67,7 +65,6 @@ def _open_folder(folder: Path) -> Checkpoint:
     metadata = read_json(metadata_path) if sharded and metadata_path.is_file() else None
     return Checkpoint(
         path=folder,
-        kind="huggingface" if metadata is None else "gguf",
         config=read_json(config_path),
         generation_config=read_json(generation_path) if generation_path.is_file() else {},
         source=ShardedSource(folder) if sharded else SafetensorsSource(folder),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from spmd.checkpoint.decode import FLOAT_TYPES
 from spmd.checkpoint.json_file import read_json
 from spmd.checkpoint.safetensors_header import explain_unreadable, tensor_offsets
-from spmd.checkpoint.source import Bounds, Index, TensorSource, bounds_shape, slice_bounds
+from spmd.checkpoint.source import TensorSource
 from spmd.checkpoint.stored import Part, StoredTensor
 from spmd.comm.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
-FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-# One copy covers at most this many stored bytes, and a file's mapping is dropped after that many were
-# touched: mapped pages count as the rank's memory until then.
-_PIECE_BYTES = 64 << 20
-_MAPPED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -45,10 +39,7 @@ class SafetensorsSource(TensorSource):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.location = str(folder)
-        self.bytes_read = 0
-        self._open_files: dict[Path, Any] = {}
-        self._mapped: dict[Path, int] = {}
+        super().__init__(str(folder))
         index_path = folder / INDEX_NAME
         if index_path.is_file():
             self._entries = self._indexed(folder, index_path)
@@ -67,26 +58,11 @@ class SafetensorsSource(TensorSource):
     def file_of(self, name: str) -> str:
         return str(self._entries[name].file)
 
-    def read(self, name: str, index: Index | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        entry = self._readable(name)
-        bounds = slice_bounds(entry.shape, index)
-        out = torch.empty(bounds_shape(bounds), dtype=dtype or FLOAT_TYPES[entry.dtype_name])
-        self._copy_into(out, name, entry, bounds)
-        return out
-
     def stored(self, name: str) -> StoredTensor:
         entry = self._readable(name)
         block = 1, FLOAT_TYPES[entry.dtype_name].itemsize
         whole = StoredTensor(name, entry.shape, entry.dtype_name, block, ())
         return replace(whole, parts=(Part(str(entry.file), entry.offset, whole.matrix),))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For other ranks: without the open files."""
-        return {**self.__dict__, "_open_files": {}, "_mapped": {}}
-
-    def close(self) -> None:
-        self._open_files.clear()
-        self._mapped.clear()
 
     def _readable(self, name: str) -> _Entry:
         entry = self._entries[name]
@@ -97,31 +73,6 @@ class SafetensorsSource(TensorSource):
                 f"are not supported: use the unquantized model, or a GGUF file of it"
             )
         return entry
-
-    def _copy_into(self, out: torch.Tensor, name: str, entry: _Entry, bounds: Bounds) -> None:
-        item_bytes = FLOAT_TYPES[entry.dtype_name].itemsize
-        self.bytes_read += out.numel() * item_bytes
-        if not bounds:
-            out.copy_(self._mapped_file(entry.file, item_bytes).get_slice(name)[...])
-        if not bounds or out.numel() == 0:
-            return
-        (start, stop), inner = bounds[0], tuple(slice(*part) for part in bounds[1:])
-        row_bytes = math.prod(entry.shape[1:]) * item_bytes  # a column slice still touches most pages
-        step = max(1, _PIECE_BYTES // row_bytes)
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            stored = self._mapped_file(entry.file, (last - first) * row_bytes).get_slice(name)
-            out[first - start : last - start].copy_(stored[(slice(first, last), *inner)])
-
-    def _mapped_file(self, file: Path, touched: int) -> Any:
-        """The open file, whose slices are views of its mapping; mapped anew when the old one grew large."""
-        if self._mapped.get(file, 0) > _MAPPED_BYTES:
-            del self._open_files[file]
-            self._mapped[file] = 0
-        if file not in self._open_files:
-            self._open_files[file] = _open(file)
-        self._mapped[file] = self._mapped.get(file, 0) + touched
-        return self._open_files[file]
 
     def _indexed(self, folder: Path, index_path: Path) -> dict[str, _Entry]:
         weight_map = read_json(index_path).get("weight_map")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from spmd.checkpoint.cooperative import Request, gather_wanted
+from spmd.checkpoint.decode import FLOAT_TYPES
 from spmd.checkpoint.exchange import Exchange
-from spmd.checkpoint.gguf_decode import FLOAT_TYPES
 from spmd.checkpoint.load_plan import plan_load
 from spmd.checkpoint.open import Checkpoint
 from spmd.checkpoint.sharded_source import INDEX_NAME, METADATA_NAME, VERSION
@@ -56,7 +56,7 @@ def save_sharded(
             header, offsets = headers[place]
             try:
                 stream = (folder / names[place]).open("xb", buffering=0)
-                stream.write(header)
+                _write(stream, memoryview(header))
             except OSError as error:
                 raise _unwritable(folder / names[place], error) from error
             for number, (offset, (_, region)) in enumerate(zip(offsets, cells[place])):
@@ -64,11 +64,15 @@ def save_sharded(
     exchange = Exchange(grid.world, plan, sinks, on_read)
     while not exchange.done:
         exchange.step()
-    if stream is not None:
-        stream.close()
+    with agreed(grid.world):  # some storage says only now that it is full
+        if stream is not None:
+            try:
+                stream.close()
+            except OSError as error:
+                raise _unwritable(folder / names[place], error) from error
     with agreed(grid.world):  # all files are complete: the index may say so
         if place == 0:
-            index = _index(stored, cells, headers, names, grid)
+            index = _index(stored, cells, headers, names)
             _write_rest(folder, checkpoint, index)
     return plan.total_bytes
 
@@ -118,18 +122,21 @@ class _FileSink:
         start = self._offset + rows.start * width + columns.start
         try:
             if part.columns == self.region.columns:
-                self._write(start, data.reshape(-1).data)
+                self._stream.seek(start)
+                _write(self._stream, data.reshape(-1).data)
             else:
                 for row in data:
-                    self._write(start, row.data)
+                    self._stream.seek(start)
+                    _write(self._stream, row.data)
                     start += width
         except OSError as error:
             raise _unwritable(self._path, error) from error
 
-    def _write(self, at: int, data: memoryview) -> None:
-        self._stream.seek(at)
-        while len(data):
-            data = data[self._stream.write(data) :]
+
+def _write(stream: BinaryIO, data: memoryview) -> None:
+    """All of it: an unbuffered write may take less."""
+    while len(data):
+        data = data[stream.write(data) :]
 
 
 def _header(stored: Mapping[str, StoredTensor], cells: Cells) -> tuple[bytes, list[int]]:
@@ -157,7 +164,6 @@ def _index(
     cells: Sequence[Cells],
     headers: Sequence[tuple[bytes, list[int]]],
     names: Sequence[str],
-    grid: Grid,
 ) -> dict[str, Any]:
     tensors: dict[str, Any] = {
         name: {
@@ -174,8 +180,7 @@ def _index(
         sizes[file] = len(header) + sum(region.nbytes for _, region in regions)
         for (name, region), offset in zip(regions, offsets):
             tensors[name]["parts"].append([file, offset, *region.rows, *region.columns])
-    shape = {"pp": grid.pp_size, "tp": grid.tp_size}
-    return {"version": VERSION, "grid": shape, "files": sizes, "tensors": tensors}
+    return {"version": VERSION, "files": sizes, "tensors": tensors}
 
 
 def _make_folder(folder: Path) -> None:

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spmd.checkpoint.assembly import Assembly
+from spmd.checkpoint.file_reader import FileReader
+from spmd.checkpoint.slices import Index, slice_bounds
+from spmd.checkpoint.stored import Region, StoredTensor
 from spmd.layers.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from spmd.checkpoint.stored import StoredTensor
-
-Index = tuple[slice, ...]
-Bounds = tuple[tuple[int, int], ...]
+PIECE_BYTES = 4 << 20  # of one read, where rows are not longer; more would not stay in the cache
 
 
 class TensorSource(ABC):
     """Named tensors in Hugging Face names, shapes and layouts, read a slice at a time.
 
-    `location` is the folder or file, for messages. `bytes_read` counts the stored bytes that were
-    fetched, which is less than the result's size when the file is quantized.
+    `location` is the folder or file, for messages.
     """
 
-    location: str
-    bytes_read: int = 0
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self._files = FileReader()
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that were fetched, which is less than the results' size when the file is quantized."""
+        return self._files.bytes_read
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -46,25 +52,37 @@ class TensorSource(ABC):
         """Path of the file that holds the tensor."""
 
     @abstractmethod
-    def read(self, name: str, index: Index | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A fresh contiguous CPU tensor holding `tensor[index]`, reading only what the slice needs.
-
-        `index` has step-1 slices for the leading dimensions; dimensions it does not mention are whole.
-        `dtype` None keeps the stored type (float32 for a quantized one). Memory beyond the result is bounded.
-        Raises `UserError` for a stored type that can't be read, `IndexError` for a slice outside the shape.
-        """
-
-    @abstractmethod
     def stored(self, name: str) -> StoredTensor:
         """Where the tensor's bytes lie. Raises `UserError` for a stored type that can't be read."""
 
-    def read_blocks(self, name: str, index: Index | None = None) -> QuantizedTensor | None:
-        """`tensor[index]` as it is stored in blocks; None where it is not, or the slice cuts them."""
-        return None
+    def read(self, name: str, index: Index | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A fresh contiguous CPU tensor holding `tensor[index]`, reading only the rows that the slice needs.
 
-    @abstractmethod
+        `index` has step-1 slices for the leading dimensions; dimensions it does not mention are whole.
+        `dtype` None keeps the stored type (float32 for a quantized one). Memory beyond the result is bounded.
+        Raises `UserError` for a stored type that can't be read and for a file that can't be, `IndexError` for
+        a slice outside the shape.
+        """
+        return self._read(self.stored(name), index, dtype)
+
+    def read_blocks(self, name: str, index: Index | None = None) -> QuantizedTensor | None:
+        """`tensor[index]` as it is stored in blocks; None where it is not, or the slice cuts them. Raises as
+        `read` does."""
+        stored = self.stored(name)
+        bounds = slice_bounds(stored.shape, index)
+        if stored.block_kind(bounds) is None:
+            return None
+        assembly = Assembly(stored, bounds, None, blocks=True)
+        self._fill(assembly, stored)
+        return assembly.quantized()
+
     def close(self) -> None:
-        """Release files and mappings. Tensors already read stay valid."""
+        """Close files. Tensors already read stay valid."""
+        self._files.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other ranks: without open files."""
+        return {**self.__dict__, "_files": FileReader()}
 
     def __enter__(self) -> Self:
         return self
@@ -74,25 +92,31 @@ class TensorSource(ABC):
     ) -> None:
         self.close()
 
+    def _read(self, stored: StoredTensor, index: Index | None, dtype: torch.dtype | None) -> torch.Tensor:
+        assembly = Assembly(stored, slice_bounds(stored.shape, index), dtype)
+        self._fill(assembly, stored)
+        return assembly.tensor()
 
-def slice_bounds(shape: tuple[int, ...], index: Index | None) -> Bounds:
-    """(start, stop) for every dimension of `shape`.
-
-    Unlike Python's own slicing nothing is clamped: a slice that leaves the shape is a program fault.
-    """
-    index = index or ()
-    if len(index) > len(shape):
-        raise IndexError(f"{len(index)} slices for a tensor of shape {list(shape)}")
-    bounds = []
-    for dim, size in enumerate(shape):
-        part = index[dim] if dim < len(index) else slice(None)
-        start = 0 if part.start is None else part.start
-        stop = size if part.stop is None else part.stop
-        if part.step not in (None, 1) or not 0 <= start <= stop <= size:
-            raise IndexError(f"slice {part} of dimension {dim} does not fit the shape {list(shape)}")
-        bounds.append((start, stop))
-    return tuple(bounds)
-
-
-def bounds_shape(bounds: Bounds) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in bounds)
+    def _fill(self, assembly: Assembly, stored: StoredTensor) -> None:
+        scratch = torch.empty(0, dtype=torch.uint8)
+        for part in stored.parts:
+            wanted = part.region & assembly.region
+            if not wanted.nbytes:
+                continue
+            columns = part.region.columns
+            row_bytes = columns[1] - columns[0]
+            step = max(1, PIECE_BYTES // row_bytes)
+            for first in range(*wanted.rows, step):
+                rows = Region((first, min(wanted.rows[1], first + step)), columns)
+                inside = rows & assembly.region
+                offset = part.offset + (first - part.region.rows[0]) * row_bytes
+                memory = assembly.memory(inside) if inside == rows else None
+                if memory is not None:
+                    self._files.read(stored.name, part.file, offset, memory)
+                    assembly.placed(inside)
+                    continue
+                if len(scratch) < rows.nbytes:
+                    scratch = torch.empty(rows.nbytes, dtype=torch.uint8)
+                raw = scratch[: rows.nbytes].view(rows.shape)
+                self._files.read(stored.name, part.file, offset, raw)
+                assembly.place(inside, raw[inside.within(rows)].contiguous())

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from spmd.checkpoint.decode import decode
 from spmd.checkpoint.gguf_blocks import COMPUTED_KINDS, to_computed
-from spmd.checkpoint.gguf_decode import FLOAT_TYPES, decode
-from spmd.checkpoint.gguf_file import GGUFTensorInfo
-from spmd.checkpoint.source import Bounds
+from spmd.checkpoint.slices import Bounds
 from spmd.layers.quantized import BLOCK
 
 Span = tuple[int, int]
@@ -90,7 +89,7 @@ class StoredTensor:
 
     def rows(self, bounds: Bounds) -> np.ndarray:
         """Row numbers in the file of a slice's rows, in their order."""
-        return stored_rows(self.shape, bounds[: self._row_dims], self.heads)
+        return _stored_rows(self.shape, bounds[: self._row_dims], self.heads)
 
     def block_kind(self, bounds: Bounds) -> str | None:
         """The kind of blocks that a slice can be computed on; None where there is none."""
@@ -104,15 +103,7 @@ class StoredTensor:
 
     def decode(self, raw: np.ndarray) -> Tensor:
         """Values `[rows, values]` of contiguous whole blocks uint8 `[rows, bytes]`."""
-        size, block_bytes = self.block
-        if self.type_name in FLOAT_TYPES:
-            number = 0
-        else:
-            from gguf.constants import GGMLQuantizationType
-
-            number = int(GGMLQuantizationType[self.type_name])
-        info = GGUFTensorInfo(self.name, number, self.type_name, self.shape, 0, 0, size, block_bytes)
-        return decode(raw, info, self.parts[0].file if self.parts else self.name)
+        return decode(raw, self.type_name, self.block)
 
     @property
     def _row_dims(self) -> int:
@@ -120,7 +111,7 @@ class StoredTensor:
         return 1 if self.heads is not None and len(self.shape) == 1 else max(0, len(self.shape) - 1)
 
 
-def stored_rows(shape: tuple[int, ...], leading: Bounds, heads: int | None) -> np.ndarray:
+def _stored_rows(shape: tuple[int, ...], leading: Bounds, heads: int | None) -> np.ndarray:
     """Row numbers in the file, in the order of the slice's rows; a row is the last dimension."""
     rows = np.zeros(1, dtype=np.int64)
     for dim, (start, stop) in enumerate(leading):

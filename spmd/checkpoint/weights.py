@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from spmd.checkpoint.source import Index, TensorSource, bounds_shape, slice_bounds
+from spmd.checkpoint.slices import Index, bounds_shape, slice_bounds
+from spmd.checkpoint.source import TensorSource
 from spmd.comm.errors import UserError
 from spmd.layers.quantized import QuantizedTensor
 
@@ -14,12 +15,11 @@ _MOST_NAMED = 5
 
 
 class WeightReader:
-    """Reads from a checkpoint, checks shapes, and remembers which tensors were asked for."""
+    """Reads from a checkpoint and checks shapes."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
         self._names = frozenset(source.names())
-        self._used: set[str] = set()
 
     def get(
         self, name: str, shape: tuple[int, ...], index: Index | None = None, dtype: torch.dtype | None = None
@@ -40,11 +40,6 @@ class WeightReader:
             raise UserError(f"{_missing(name, shape)} is not in {self._source.location}")
         if self._source.shape(name) != tuple(shape):
             raise UserError(_wrong_shape(name, shape, self._source))
-        self._used.add(name)
-
-    def unused(self) -> list[str]:
-        """Tensors of the checkpoint that nothing asked for, sorted."""
-        return sorted(self._names - self._used)
 
 
 class ExpectedWeights:
@@ -70,21 +65,18 @@ class ExpectedWeights:
         return None
 
 
-def check_complete(
-    expected: Mapping[str, tuple[int, ...]], source: TensorSource, optional: Collection[str] = ()
-) -> list[str]:
+def check_complete(expected: Mapping[str, tuple[int, ...]], source: TensorSource) -> list[str]:
     """Compare the tensors a model needs (full shapes) with those of a checkpoint, before any is read.
 
-    `optional` names may be absent, and are no surprise when present. Returns warnings: at most one, about
-    tensors of the checkpoint that the model does not use. Raises one `UserError` about all tensors that are
-    missing or have another shape, naming the first five.
+    Returns warnings: at most one, about tensors of the checkpoint that the model does not use. Raises one
+    `UserError` about all tensors that are missing or have another shape, naming the first five; or else one
+    about the first whose stored type can't be read.
     """
     stored = set(source.names())
     faults = []
     for name, shape in expected.items():
         if name not in stored:
-            if name not in optional:
-                faults.append(f"{_missing(name, shape)} is missing")
+            faults.append(f"{_missing(name, shape)} is missing")
         elif source.shape(name) != tuple(shape):
             faults.append(_wrong_shape(name, shape, source))
     if faults:
@@ -94,7 +86,9 @@ def check_complete(
             f"{source.location} does not hold the model its configuration describes; "
             f"{len(faults)} of {len(expected)} tensors do not fit:{listed}{more}"
         )
-    extra = sorted(stored - set(expected) - set(optional))
+    for name in expected:
+        source.stored(name)
+    extra = sorted(stored - set(expected))
     if not extra:
         return []
     named = ", ".join(extra[:_MOST_NAMED])

@@ -115,9 +115,7 @@ def test_a_sharded_copy_gives_the_same_logits(zoo: dict[str, Reference], tmp_pat
         expected = llm.logits(ids)
     with running(copy, tp=WORLD.size, **torch_only) as llm:  # not the grid it was saved for
         assert torch.equal(llm.logits(ids), expected)
-    source = open_checkpoint(copy).source
-    assert isinstance(source, ShardedSource)
-    assert source.grid == {"pp": pp, "tp": tp}
+    assert isinstance(open_checkpoint(copy).source, ShardedSource)
     # What is left are norms, and key-value heads that two ranks share.
     assert sent(loaded(copy, **grid)[0]) < 0.25 * sent(loaded(path, **grid)[0])
 

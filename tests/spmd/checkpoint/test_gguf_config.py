@@ -42,7 +42,7 @@ def config_of(write_gguf: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
     ) -> dict[str, Any]:
         path = write_gguf(architecture, SIZES | (entries or {}), EMBEDDING | (tensors or {}), extra)
         checkpoint = open_checkpoint(path)
-        assert checkpoint.kind == "gguf"
+        assert checkpoint.gguf_metadata is not None
         checkpoint.close()
         return checkpoint.config | {"generation": checkpoint.generation_config}
 

@@ -11,7 +11,6 @@ from spmd.comm.errors import UserError
 
 def test_folder(sharded_folder: Path, llama_reference: Any) -> None:
     checkpoint = open_checkpoint(sharded_folder)
-    assert checkpoint.kind == "huggingface"
     assert checkpoint.path == sharded_folder
     assert checkpoint.config["hidden_size"] == 64
     assert checkpoint.generation_config["bos_token_id"] == llama_reference.generation_config.bos_token_id

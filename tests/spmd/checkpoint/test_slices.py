@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmd.checkpoint.source import slice_bounds
+from spmd.checkpoint.slices import slice_bounds
 
 
 def test_dimensions_not_mentioned_are_whole() -> None:
