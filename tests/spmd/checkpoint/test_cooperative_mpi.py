@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.models import grid_name, grids, on_rank_zero, same_everywhere
 
 from spmd.checkpoint import load_plan
@@ -21,7 +25,7 @@ from spmd.checkpoint.gguf_source import GGUFSource
 from spmd.checkpoint.open import Checkpoint
 from spmd.checkpoint.safetensors_source import SafetensorsSource
 from spmd.checkpoint.sharded_save import save_sharded
-from spmd.checkpoint.sharded_source import ShardedSource
+from spmd.checkpoint.sharded_source import INDEX_NAME, ShardedSource
 from spmd.checkpoint.source import TensorSource
 from spmd.comm.errors import UserError
 from spmd.comm.grid import Grid
@@ -164,7 +168,7 @@ def test_a_sharded_copy_holds_the_same(
         # Every byte is wanted by someone, and many by several.
         whole = [Request(name, tuple((0, size) for size in source.shape(name))) for name in source.names()]
         wanted = some_requests(source, grid.replica.rank, 6) + (whole if grid.replica.rank == 0 else [])
-        checkpoint = Checkpoint(path, "gguf" if path.is_file() else "huggingface", {}, {}, source, {})
+        checkpoint = Checkpoint(path, {}, {}, source, {})
         size = save_sharded(copy, checkpoint, grid, wanted)
         assert size == sum(source.stored(name).matrix.nbytes for name in source.names())
         with ShardedSource(copy) as saved:
@@ -177,6 +181,44 @@ def test_a_sharded_copy_holds_the_same(
                     assert torch.equal(got(weights, saved, one), alone(source, one)), one
     with pytest.raises(UserError, match=r"copy: the folder is not empty"):
         save_sharded(copy, checkpoint, grid, wanted)
+
+
+class FullDisk(FileIO):
+    """Takes little at a time, and says when it is closed on the last rank that it was too much."""
+
+    def write(self, data: Any) -> int:
+        return super().write(memoryview(data)[:1000])
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        if WORLD.rank == WORLD.size - 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("grid", [{"tp": WORLD.size}], ids=grid_name, indirect=True)
+def test_a_copy_that_finds_no_room(
+    folder: Path, grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = on_rank_zero(lambda: tmp_path / "copy")
+    source = SafetensorsSource(folder)
+    shapes = {name: source.shape(name) for name in source.names()}
+    wanted = [Request(name, tuple((0, size) for size in shape)) for name, shape in shapes.items()]
+    real_open = Path.open
+
+    def opened_file(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        return FullDisk(path, mode) if mode == "xb" else real_open(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", opened_file)
+    with pytest.raises(UserError, match=r"safetensors can't be written: No space left on device; ") as caught:
+        save_sharded(copy, Checkpoint(folder, {}, {}, source), grid, wanted)
+    assert same_everywhere(str(caught.value))
+    assert not (copy / INDEX_NAME).exists()
+    sizes = [file.stat().st_size for file in sorted(copy.glob("*.safetensors"))]
+    assert len(sizes) == WORLD.size
+    saved = load_file(copy / "pp0-tp0.safetensors")
+    assert sum(part.numel() for part in saved.values()) == sum(map(math.prod, shapes.values()))
 
 
 @pytest.mark.parametrize("grid", grids()[:1], ids=grid_name, indirect=True)
