@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from spmd.comm.errors import UserError
+
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types by their names, which GGUF and safetensors share."""
 
@@ -20,6 +22,14 @@ _VALUES_PER_ROW = 8192
 def decodable(type_names: Iterable[str]) -> frozenset[str]:
     """Those of the types that `decode` knows."""
     return frozenset(name for name in set(type_names) if name in FLOAT_TYPES or _has_blocks_of(name))
+
+
+def undecodable(name: str, file: str, type_name: str) -> UserError:
+    """What is said of a tensor whose type is not `decodable`."""
+    return UserError(
+        f"tensor {name} in {file} is stored as {type_name}, which can't be read as weights; use a file with "
+        f"another quantization"
+    )
 
 
 def decode(raw: np.ndarray, type_name: str, block: tuple[int, int]) -> torch.Tensor:

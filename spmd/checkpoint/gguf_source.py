@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spmd.checkpoint.decode import decodable
+from spmd.checkpoint.decode import decodable, undecodable
 from spmd.checkpoint.gguf_file import GGUFTensorInfo
 from spmd.checkpoint.gguf_metadata import GGUFMetadata
 from spmd.checkpoint.gguf_names import ROPE_FACTORS, heads_to_unpermute, hf_name
@@ -85,10 +85,7 @@ class GGUFSource(TensorSource):
     def _stored(self, name: str, tensor: _Tensor) -> StoredTensor:
         info = tensor.info
         if info.type_name not in self._decodable:
-            raise UserError(
-                f"tensor {info.name} in {tensor.file} is stored as {info.type_name}, which can't be read as "
-                f"weights; use a file with another quantization"
-            )
+            raise undecodable(info.name, str(tensor.file), info.type_name)
         block = info.block_size, info.block_bytes
         whole = StoredTensor(name, info.shape, info.type_name, block, (), tensor.heads)
         return replace(whole, parts=(Part(str(tensor.file), info.offset, whole.matrix),))

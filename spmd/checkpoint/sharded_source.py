@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spmd.checkpoint.decode import decodable, undecodable
 from spmd.checkpoint.json_file import read_json
 from spmd.checkpoint.source import TensorSource
 from spmd.checkpoint.stored import Part, Region, StoredTensor
@@ -38,6 +39,7 @@ class ShardedSource(TensorSource):
                 state = "is not there" if found is None else f"has {found} bytes, expected {size}"
                 raise UserError(f"{folder / name} {state}; copy it again, or save again with --save-sharded")
         self._tensors = {name: _tensor(folder, name, entry) for name, entry in index["tensors"].items()}
+        self._decodable = decodable(tensor.type_name for tensor in self._tensors.values())
 
     def names(self) -> list[str]:
         return sorted(self._tensors)
@@ -53,7 +55,10 @@ class ShardedSource(TensorSource):
         return parts[0].file if parts else self.location
 
     def stored(self, name: str) -> StoredTensor:
-        return self._tensors[name]
+        tensor = self._tensors[name]
+        if tensor.type_name not in self._decodable:
+            raise undecodable(name, self.file_of(name), tensor.type_name)
+        return tensor
 
 
 def _tensor(folder: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
