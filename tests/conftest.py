@@ -15,8 +15,8 @@ from mpi4py import MPI
 WORLD = MPI.COMM_WORLD
 # A multi-rank test that takes longer has hung: every rank prints where it stands, and the job ends.
 MULTI_RANK_LIMIT_S = 240.0
-# More ranks show nothing new about a single collective, slowly: of tests/comm only smoke tests run there.
-MOST_FOR_COLLECTIVES = 4
+# More ranks than these show nothing new about a single collective: of tests/comm only smoke tests run.
+FOR_COLLECTIVES = (2, 3)
 
 
 def pytest_report_header() -> str:
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         plain = [item for item in items if item.get_closest_marker("mpi") is None]
         config.hook.pytest_deselected(items=plain)
         items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
-    if WORLD.size > MOST_FOR_COLLECTIVES:
+    if WORLD.size > 1 and WORLD.size not in FOR_COLLECTIVES:
         left_out = [item for item in items if item.path.parent.name == "comm" and not _is_smoke(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
