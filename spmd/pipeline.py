@@ -35,10 +35,11 @@ _SAMPLED_TAG, _SCORES_TAG, _HIDDEN_TAG = 1, 2, 10
 class MicroBatch:
     """A micro-batch on its way. `scored` are the prompt positions whose logprobs are wanted.
 
-    batch: None where a recorded step (see cuda_graphs.py) takes `host` as it is. sampled `[sampling, width]`
-    and scores `[scored, width]` (fp64, see wire.py) are there, or on their way in `pending`. hidden: for each
-    of this rank's stages, the hidden states it starts from, once they are asked for. rows: how the next tokens
-    are chosen, and winners: what a recorded step has found for them, both on the last stage.
+    batch: None where a recorded step (see cuda_graphs.py) takes `host` as it is. sampled
+    `[sampling, width]` and scores `[scored, width]` (fp64, see wire.py) are there, or on their way in
+    `pending`. hidden: for each of this rank's stages, the hidden states it starts from, once they are asked
+    for. rows: how the next tokens are chosen, and winners: what a recorded step has found for them, both
+    on the last stage.
     """
 
     chunks: list[Chunk]

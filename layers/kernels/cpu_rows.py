@@ -77,9 +77,8 @@ def activate(gate: int, up: int, size: int, activation: int) -> None:
     elif activation == GELU:
         for i in range(size):
             g = gates[i]
-            gates[i] = (
-                np.float32(0.5) * g * (np.float32(1) + np.float32(math.erf(g * 0.7071067811865476))) * ups[i]
-            )
+            # Rather than 1 + erf, which cancels for negative gates.
+            gates[i] = np.float32(0.5 * g * math.erfc(g * -0.7071067811865476)) * ups[i]
     else:
         for i in range(size):
             gates[i] = max(gates[i], np.float32(0)) * ups[i]

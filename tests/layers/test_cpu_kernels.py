@@ -138,7 +138,9 @@ def test_rows(size: int) -> None:
     for kind, reference in references.items():
         out = gate.clone()
         activate(out.data_ptr(), up.data_ptr(), out.numel(), kind)
-        torch.testing.assert_close(out, reference(gate) * up, rtol=1e-5, atol=1e-6)
+        # torch's fp32 activations cancel for negative gates, by as much as 1e-6 on some processors.
+        want = (reference(gate.double()) * up).float()
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-7)
 
 
 @njit
